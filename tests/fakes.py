@@ -45,7 +45,6 @@ Reply = tuple[int, Any]
 _LATE_S: Final = 60.0
 _TAGS: Final = {"weights", "kv_cache"}
 _MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
-_SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's names, by level
 _LOOK: Final = "GET /workers"  # by which clients recognise routers
 _DONE: Final = {"success": True, "status": "ok", "message": "done", "results": [None], "num_paused_requests": 0}
 _ABSENT: Final = (404, {"detail": "Not Found"})
@@ -169,7 +168,6 @@ class FakeEngine(Faults):
         self.asleep: set[str] = set()
         self._receiver = WeightReceiver(self.tensors)
         self._open = self._session = self._frozen = self._given_up = False
-        self._slept = "awake"
         self._alone, self._closed = threading.RLock(), threading.Event()
         routes = self._sglang() if self.kind == "sglang" else self._vllm()
         self._routes = {"GET /health": (200, {}), **routes}
@@ -351,7 +349,6 @@ class FakeEngine(Faults):
             "GET /weight_info": lambda asked: {"weight_version": self.label},
             "GET /is_paused": lambda asked: {"is_paused": self.paused},
             "GET /is_sleeping": self._report,
-            "GET /metrics": self._gauge,
             "POST /pause": self._pause_vllm,
             "POST /resume": self._resume_vllm,
             "POST /sleep": self._sleep_vllm,
@@ -380,11 +377,6 @@ class FakeEngine(Faults):
         }
         return sleeps if self.stock else {**sleeps, **more, "dropped": self._given_up and bool(self.asleep)}
 
-    def _gauge(self, asked: Info) -> bytes:
-        labels = 'engine="0",model_name="policy",sleep_state'
-        rows = (f'vllm:engine_sleep_state{{{labels}="{name}"}} {float(name == self._slept)}\n' for name in _SLEEPS)
-        return b"# TYPE vllm:engine_sleep_state gauge\n" + "".join(rows).encode()
-
     def _pause_vllm(self, asked: Info) -> None:
         assert asked.get("clear_cache", "false") == "false", "vLLM is about to give it up"
         self._hold(asked["mode"])
@@ -399,7 +391,6 @@ class FakeEngine(Faults):
     def _sleep_vllm(self, asked: Info) -> None:
         self._hold(asked["mode"])
         level = int(asked["level"])
-        self._slept = _SLEEPS[level] if level else "neither"
         if level:
             self._give_up(_TAGS, keep=level == 1)
             if self.kind == "embedded" and level == 2:
@@ -408,7 +399,6 @@ class FakeEngine(Faults):
     def _release_cache(self, asked: Info) -> None:
         assert self.paused
         self._give_up({"kv_cache"}, keep=True)
-        self._slept = "neither"
 
     def _wake_vllm(self, asked: Info) -> None:
         tags = asked.get("tags", sorted(_TAGS))
@@ -418,7 +408,7 @@ class FakeEngine(Faults):
             raise partial_version(self.url)
         self.asleep -= woken
         if not self.asleep:
-            self.paused, self._slept = False, "awake"
+            self.paused = False
 
     def _initialise(self, asked: Info) -> Any:
         info = asked["init_info"]

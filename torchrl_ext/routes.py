@@ -6,7 +6,6 @@ An engine's plugin and its client share these names and functions, and the messa
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -17,8 +16,7 @@ from torchrl_ext.types import Info, least
 
 __all__ = [
     "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER", "Flush", "Guard",
-    "answers_in", "asleep_by", "bears_key", "each_answer", "envelope", "escaped", "merged", "one_by_one",
-    "out_of_step", "unescaped",
+    "answers_in", "bears_key", "each_answer", "envelope", "escaped", "merged", "one_by_one", "out_of_step", "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -45,8 +43,6 @@ FROM_A_PAGE = "web pages may not call this engine: the request has the header Or
 _Asgi = Callable[..., Awaitable[None]]
 
 _IF_ANY, _IF_ALL = ("working", "needed", "empty", "paused"), ("flushed", "restored", "whole")
-
-_GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\}\s+([0-9.e+]+)', re.MULTILINE)
 
 
 class Flush(Message, frozen=True, kw_only=True):
@@ -109,24 +105,6 @@ def each_answer(ask: Callable[[Info], list[Info]], message: Message, world_size:
             return found
         found += fresh
         heard |= {answer["engine"] for answer in fresh}
-
-
-def asleep_by(metrics: str) -> Info:
-    """Return the sleep state of a paused vLLM engine: ``paused``, ``asleep`` (a set of tags), and ``dropped``.
-
-    The gauge does not distinguish sleep level 0 from an engine in which only the cache sleeps.
-
-    Args:
-        metrics: the response to ``GET /metrics`` of vLLM's server.
-    """
-    rows = _GAUGE.findall(metrics)
-    found = {state for state, value in rows if float(value) > 0}
-    if not rows or "awake" in found:
-        return {"paused": True}
-    if found & {"weights_offloaded", "discard_all"}:
-        both = frozenset({"weights", "kv_cache"})
-        return {"paused": True, "asleep": both, "dropped": "discard_all" in found}
-    return {"paused": True, "asleep": frozenset({"kv_cache"})}
 
 
 def out_of_step(**more: Any) -> EngineRefusedError:

@@ -40,7 +40,7 @@ def test_each_engine_is_told_the_rank_of_its_first_worker():
 def test_pauses_and_sleeps_return_what_the_server_answers(server, client):
     for route in ("pause", "resume", "sleep", "wake_up"):
         server.answers[f"POST /{route}"] = echo
-    server.answers |= dict.fromkeys(("GET /is_sleeping", "GET /is_paused", "GET /metrics"), (404, {}))
+    server.answers["GET /is_sleeping"] = 404, {}
     for mode in (PauseMode.KEEP, "KEEP", "keep"):
         (told,) = client.run(client.pause(mode)).values()
         assert told == {"status": 200, "body": {"asked": {"mode": "keep", "clear_cache": "false"}, "status": "paused"}}

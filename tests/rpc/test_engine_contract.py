@@ -148,9 +148,9 @@ def heal(fake, trainer, where=""):
 
 
 def follows(port, step):
-    if step in ("verify", "rehearse"):
-        return not port.startswith("stock")
-    return step not in ("sleep", "wake_up") or port not in ("module", "stock-sglang")
+    if step in ("verify", "rehearse", "sleep", "wake_up"):
+        return not port.startswith("stock") and (port, step) not in {("module", "sleep"), ("module", "wake_up")}
+    return True
 
 
 STEPS = [(port, step) for port in PORTS for step in (*UPDATE, *OTHERS) if follows(port, step)]
@@ -221,7 +221,8 @@ def test_whatever_an_engine_answers_the_error_is_ours(port, trainers):
         for number, junk in enumerate(JUNK):
             engine = client(fake, load_timeout_s=0.05, **({"flush_timeout_s": 0.05} if fake.kind == "sglang" else {}))
             steps = [step for name, step in trainers[0].steps(engine, NEXT).items() if name != "verify"]
-            others = (partial(engine.logprobs, [[3, 4]]), partial(engine.rehearse, "always"), partial(engine.sleep, 2))
+            others = [partial(engine.logprobs, [[3, 4]]), partial(engine.rehearse, "always")]
+            others += [partial(engine.sleep, 2)] if follows(port, "sleep") else []
             calls = (engine.info, *steps, *others, engine.pause, engine.resume, engine.wake_up, engine.look)
             for turn, call in enumerate(calls):
                 fake.inject("junk", junk=junk, after=(number + turn) % 3)
@@ -359,11 +360,11 @@ def test_a_late_answer_about_its_state_leaves_a_failed_updates_row(trainers):
         heal(fake, trainers[0])
 
 
-def test_a_server_that_cannot_say_what_of_it_sleeps_is_told_to_wake_all_the_same():
-    absent = 404, {"detail": "Not Found"}
+@pytest.mark.parametrize("answers", [{}, {"GET /is_sleeping": (404, {"detail": "Not Found"})}])
+def test_a_server_that_cannot_say_what_of_it_sleeps_is_told_to_wake_all_the_same(answers):
     with running("stock-vllm") as fake:
         client(fake).sleep(1)
-        fake.answers = {"GET /is_sleeping": absent, "GET /is_paused": absent}
+        fake.answers = answers
         engine = client(fake)
         engine.wake_up(["weights"])
         assert fake.asleep == {"kv_cache"} and engine.rows()[0].state == "paused"

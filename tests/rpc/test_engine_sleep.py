@@ -7,7 +7,7 @@ from tests.rpc.engines import Trainer, client, running
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.rpc.pool import Pool
 
-SLEEPERS = ("vllm", "embedded", "sglang", "stock-vllm")
+SLEEPERS = ("vllm", "embedded", "sglang")
 WAKE = {"vllm": "POST /wake_up", "embedded": "POST /wake_up", "sglang": "POST /resume_memory_occupation"}
 ALL = {
     "vllm": {"weights", "kv_cache"},
@@ -84,8 +84,7 @@ def test_asleep_it_is_not_resumed_and_without_weights_nothing_but_an_update_lets
     with pytest.raises(EngineRefusedError, match=r"is asleep.*wake_up"):
         other.resume()
     engine.sleep(2)
-    more = () if fake.stock else (lambda: other.wake_up(["kv_cache"]),)  # a stock one may: its weights sleep on
-    for refused in (other.resume, other.wake_up, *more):
+    for refused in (other.resume, other.wake_up, lambda: other.wake_up(["kv_cache"])):
         with pytest.raises(EngineRefusedError, match=r"no weights to serve|is asleep"):
             refused()
     assert fake.paused and "kv_cache" in fake.asleep
@@ -104,8 +103,6 @@ def test_the_cache_alone_is_dropped_in_a_pause(fake):
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_rehearsal_leaves_an_engine_that_others_paused_as_it_was(fake, trainer, level):
-    if fake.stock:
-        return
     client(fake).sleep(level)
     fake.unrehearsed = True
     engine = client(fake)

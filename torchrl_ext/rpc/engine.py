@@ -16,7 +16,6 @@ from typing import final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
-    ConfigError,
     DeadlineError,
     EngineError,
     EngineRefusedError,
@@ -55,8 +54,6 @@ _PART = "part of an update"
 _REPLACED = "another sender drives the engine; this call changed nothing"
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})
-_PROBE = [*range(3, 19)]
-_SAME_NATS, _TRIES = 0.05, 3
 
 
 class Engine(EngineClient):
@@ -194,7 +191,6 @@ class Engine(EngineClient):
         self._row = replace(self._row, proof=least(str(answer.get("proof", "sent")) for answer in answers))
 
     def _rehearse(self, message: Rehearse) -> list[Info]:
-        probe = self._answers() if self._asked().serves else None
         served = self.pause()  # False if someone else paused it or put it to sleep
         try:
             answers = self._rehearsal(message)  # as slow as loading the weights a few times
@@ -204,39 +200,10 @@ class Engine(EngineClient):
             raise
         if served:
             self.resume()
-            self._refuse_other_answers(probe)
         return answers
 
     def _rehearsal(self, message: Rehearse) -> list[Info]:
         return [answer for answer in self.tell(message) if "proof" in answer]
-
-    def _answers(self) -> list[float] | None:
-        """Return the log-probabilities of a fixed probe; None if the engine cannot compute them."""
-        try:
-            return [value for row in self.port.logprobs([_PROBE]) for value in row]
-        except (ConfigError, EngineError, DeadlineError):
-            return None
-
-    def _refuse_other_answers(self, before: list[float] | None) -> None:
-        """Raise an error if the engine's answers to the probe changed, which shows damage that digests cannot see."""
-        # other requests in the same batch may change the last bits of an answer, so the best of a few answers counts
-        off = 0.0
-        for _ in range(_TRIES if before is not None else 0):
-            after = self._answers()
-            if after is None:
-                return
-            off = max(abs(one - other) for one, other in zip(before or (), after, strict=True))
-            if off <= _SAME_NATS:
-                return
-        if off > _SAME_NATS:
-            self.pause()
-            raise EngineRefusedError(
-                f"{self.url} answers a probe differently after the rehearsal: log-probabilities moved by {off:.3g} "
-                "nats",
-                expected=f"at most {_SAME_NATS:g} nats, since it holds the weights it was started with again",
-                state="the engine is paused; no weight of the trainer was loaded",
-                hint="start it again, and report its version and kernel backends",
-            )
 
     # one update
 
@@ -376,11 +343,8 @@ class Engine(EngineClient):
             self.port.sleep(level, None if tags is None else wanted, before)
 
     @final
-    def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
         """See `EngineClient.wake_up`. If the server cannot report its sleep state, the wake is sent anyway.
-
-        Args:
-            paused: keep the engine paused when it is fully awake.
 
         Raises:
             EngineRefusedError: the engine would serve without weights, or with a part of a version.
@@ -389,16 +353,13 @@ class Engine(EngineClient):
         with self._step("wake up"):
             state = self.port.state(fit=True)
             if "kv_cache" in wanted or state.asleep <= wanted:  # the engine may be fully awake, and serve, after this
-                self._refuse_unfit(state, wanted)
+                self._refuse_unfit(state)
             self._note("paused")
-            if state.known and not paused:
+            if state.known:
                 self._wake(wanted, state, serving=True)
                 return
-            if not state.known or state.asleep & wanted:
-                self.port.wake(wanted, state)
-            if paused:
-                self.port.hold(state)
-            elif wanted == TAGS:
+            self.port.wake(wanted, state)
+            if wanted == TAGS:
                 self._served()  # the engine resumes itself when its last part wakes
 
     # helpers
@@ -457,14 +418,9 @@ class Engine(EngineClient):
             return f"no weight was changed; {self.url} was asked to resume and cannot report whether it serves"
         return f"no weight was changed; {self.url} reports that it serves again"
 
-    def _refuse_unfit(self, state: EngineState, waking: Collection[str] = ()) -> None:
-        """Raise an error if the engine has no weights to serve, or a part of a version.
-
-        Args:
-            state: the state before the parts in ``waking`` wake.
-            waking: tags. If workers do not report `EngineState.empty`, dropped weights that wake now count as empty.
-        """
-        if (state.dropped and "weights" in waking) if state.empty is None else state.empty:
+    def _refuse_unfit(self, state: EngineState) -> None:
+        """Raise an error if the engine has no weights to serve, or a part of a version."""
+        if state.empty:
             raise EngineRefusedError(
                 f"{self.url} slept at level 2 and holds no weights to serve",
                 state="paused",

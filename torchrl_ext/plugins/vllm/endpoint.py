@@ -19,8 +19,8 @@ import asyncio
 import copy
 import functools
 import importlib
-import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -33,17 +33,17 @@ from starlette.routing import Route, request_response
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.messages import Finish, Pull, Reset, State
 from torchrl_ext.rollout.demands import Admission
-from torchrl_ext.routes import BACKEND, Guard, asleep_by
+from torchrl_ext.routes import BACKEND, Guard
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
 from torchrl_ext.types import Info
 
 __all__ = ["UpdateFromDisk"]
 
-log = logging.getLogger("torchrl_ext")
 
 _SLIME = "torchrl_ext.compat.slime.routes"  # by its name: nothing here depends on it
 _STATE = "/is_sleeping"
+_GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\}\s+([0-9.e+]+)', re.MULTILINE)
 _FILES_S = 7200.0  # a large model is read, or copied to the host first
 
 
@@ -127,16 +127,12 @@ class _SlimeEngine(VLLMObjectPort):
         """Return the engine's state for `torchrl_ext.rpc.makes.vllm`; what workers of another backend hold is left
         out."""
         sleeps = bool(self._do(self._llm.is_sleeping))
-        try:
-            gauge = asleep_by(_metrics()) if sleeps else {}
-        except Exception:  # whatever another release raises: the trainer asks for the metrics itself
-            log.debug("this vLLM's metrics cannot be read here", exc_info=True)
-            return {"is_sleeping": sleeps}
+        gauge = _asleep(_metrics()) if sleeps else {}
         workers = self.handle(State()) if self._made_with_ours else {}
         return {
             "is_sleeping": sleeps,
             "is_paused": self.paused(),
-            "tags": sorted(gauge.get("asleep", ())),
+            "tags": gauge.get("tags", []),
             "dropped": gauge.get("dropped", False),
             **{name: workers[name] for name in ("empty", "whole") if name in workers},
         }
@@ -193,3 +189,17 @@ def _metrics() -> str:
 
     exposition = importlib.import_module("prometheus_client")  # by name: it comes with vLLM
     return str(exposition.generate_latest(get_prometheus_registry()).decode())
+
+
+def _asleep(metrics: str) -> Info:
+    """Return the ``tags`` that sleep in a paused vLLM, and whether its weights were ``dropped``, from its metrics.
+
+    The gauge does not distinguish sleep level 0 from an engine in which only the cache sleeps.
+    """
+    rows = _GAUGE.findall(metrics)
+    found = {state for state, value in rows if float(value) > 0}
+    if not rows or "awake" in found:
+        return {}
+    if found & {"weights_offloaded", "discard_all"}:
+        return {"tags": ["kv_cache", "weights"], "dropped": "discard_all" in found}
+    return {"tags": ["kv_cache"]}

@@ -23,8 +23,6 @@ Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
 ``POST /release_kv_cache_memory``           drops only keys and values
 ``GET /is_sleeping``                        false for an engine that serves. Our plugin and the embedded engine add
                                             ``is_paused``, ``tags``, ``dropped``, ``empty`` and ``whole``
-``GET /metrics``                            ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is fully
-                                            awake
 ``POST /inference/v1/generate``             with ``prompt_logprobs``: log-probabilities of given tokens
 ``POST /v1/load_lora_adapter``              ``{"lora_name", "lora_path", "load_inplace": true}``
 ``POST /v1/unload_lora_adapter``            ``{"lora_name"}``; ``GET /v1/models`` lists adapters
@@ -54,13 +52,12 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Load, Message, Reset, Seal, Start, Verify
+from torchrl_ext.messages import Finish, Load, Message, Seal, Start, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
     ANSWERS,
     BACKEND,
     answers_in,
-    asleep_by,
     each_answer,
     out_of_step,
     unescaped,
@@ -169,43 +166,25 @@ class VLLMPort(HTTPPort):
             )
         if facts.has_backend:
             return self._as(type(self))
-        found = self._as(StockVLLMPort)
-        found._empty = self.state().dropped or None
-        return found
+        return self._as(StockVLLMPort)
 
     def state(self, *, fit: bool = False) -> EngineState:
-        # vLLM also calls a paused engine asleep, and only its gauge or our plugin names the sleeping parts
-        if fit and not self._ours:
-            return EngineState(**{**self._gauge(), "paused": None})
         try:
             answer = self._answered("/is_sleeping", "is_sleeping")
         except RouteAbsent:
-            found: Info = {"paused": None, "known": False}
-            with suppress(RouteAbsent):
-                found["paused"] = bool(self._ask("/is_paused", "is_paused"))
-        else:
-            if "is_paused" in answer:
-                return EngineState(
-                    paused=bool(answer["is_paused"]),
-                    asleep=named_tags(answer.get("tags")) & TAGS,
-                    dropped=bool(answer.get("dropped")),
-                    empty=answer.get("empty"),
-                    whole=answer.get("whole"),
-                )
-            found = self._gauge() if answer["is_sleeping"] else {"paused": False}
-        workers = self._fitness(self.tell) if fit else {}
-        return EngineState(**found, empty=workers.get("empty"), whole=workers.get("whole"))
-
-    def _gauge(self) -> Info:
-        """Read the sleep state from vLLM's gauge, in which level 0 and a sleeping cache look the same."""
-        answer = self.http.call("GET", "/metrics")
-        if not answer.absent and not (answer.ok and "# TYPE" in answer.text):
-            raise EngineRefusedError(
-                f"GET {self.url}/metrics answered {answer.status}: {answer.message()[:120]}",
-                expected="vLLM's metrics, which say how it sleeps",
-                status=answer.status,
+            return EngineState(paused=None, known=False)
+        if "is_paused" in answer:
+            return EngineState(
+                paused=bool(answer["is_paused"]),
+                asleep=named_tags(answer.get("tags")) & TAGS,
+                dropped=bool(answer.get("dropped")),
+                empty=answer.get("empty"),
+                whole=answer.get("whole"),
             )
-        return asleep_by("" if answer.absent else answer.text)
+        # vLLM calls a paused engine asleep, and only our plugin tells the two apart
+        paused = bool(answer["is_sleeping"])
+        workers = self._fitness(self.tell) if fit else {}
+        return EngineState(paused=paused, known=not paused, empty=workers.get("empty"), whole=workers.get("whole"))
 
     def tell(self, message: Message) -> list[Info]:
         match message:
@@ -351,12 +330,7 @@ class StockVLLMPort(StockPort, VLLMPort):
     """A vLLM server without our backend, after it joined a transport; see `VLLMPort`."""
 
     lacking, wanted, plugin = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
-    _empty: bool | None = None  # see `EngineState.empty`
     _clean = False  # whether no layer is half-filled, which vLLM cannot report
-
-    def state(self, *, fit: bool = False) -> EngineState:
-        found = super().state(fit=fit)
-        return replace(found, empty=self._empty) if fit else found
 
     def tell(self, message: Message) -> list[Info]:
         match message:
@@ -366,9 +340,7 @@ class StockVLLMPort(StockPort, VLLMPort):
                 self._load(message.handoff)
             case Finish():
                 self._finish(str(message.version))
-                self._clean, self._empty = True, None
-            case Reset():
-                self._empty = True
+                self._clean = True
             case _:
                 return super().tell(message)
         return []
