@@ -13,7 +13,7 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import AsyncVLLM, RayLLMWorker, vllm_async
 
 import torchrl_ext as tx
-from tests.models import tiny_checkpoint, tiny_model
+from tests.models import tiny_model
 from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
@@ -28,7 +28,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.engines.ray import EngineActor, Served, ray_engine
+from torchrl_ext.sync.engines.ray import EngineActor, ray_engine
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
@@ -188,16 +188,6 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
         ray_engine(actors(EngineActor, fail_to_start)).info()
 
 
-def test_an_actor_is_found_by_its_name(cluster):
-    handle = EngineActor.as_remote({"resources": {"rollout": 1}, "name": "rollout-0"}).remote(make_net)
-    try:
-        assert tx.make_engine("ray", engine="rollout-0").info().url == "ray:rollout-0"
-        with pytest.raises(ConfigError, match="no Ray actor called 'rollout-7'"):
-            tx.make_engine("ray", engine="rollout-7")
-    finally:
-        ray.kill(handle)
-
-
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
 def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, transport):
     place = {"channel": f"ray-{os.getpid()}"}
@@ -225,23 +215,6 @@ def test_a_sender_in_an_actor_drives_engines_in_actors(actors, tmp_path):
         report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
         assert (report.version, report.verified) == (version, True)
         assert same(ray.get(handle.apply.remote(weights_of), timeout=WAIT_S), sent)
-
-
-def test_an_engine_server_runs_on_the_node_of_its_actor(actors, tmp_path):
-    model_dir = tiny_checkpoint(tmp_path / "model")
-    served = Served(kind="embedded", launch={"model_dir": str(model_dir), "dtype": "float32", "threads": 1})
-    handle = actors(EngineActor, served)
-    engine = ray_engine(handle)
-    assert engine.port.address().startswith("http://127.0.0.1:")
-    policy = tiny_model(seed=3)
-    sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path), engine)
-    sender.register_model(policy)
-    for _ in range(2):
-        assert sender.update_weights().verified
-        step(policy)
-    assert tx.discover(engine.port.address())[0].weight_version == "2"
-    sender.shutdown()
-    ray.get(handle.stop.remote(), timeout=WAIT_S)
 
 
 def make_net_of_zeros():

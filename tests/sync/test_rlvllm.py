@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+from functools import partial
 
 import pytest
 from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
@@ -11,13 +13,10 @@ import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
-from torchrl_ext.messages import Join, replaced_by
+from torchrl_ext.errors import ConfigError, UpdateError
 from torchrl_ext.routes import ANSWERS, answers_in
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.sync.engines import ray
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.weights.source import as_source
 
 
 class Other(RLvLLMEngine):
@@ -75,11 +74,9 @@ def test_another_implementation_of_torchrls_interface_is_refused_untouched(make)
     assert engine.calls == 0
 
 
-@pytest.mark.parametrize(
-    "limits", [{"timeout_s": 0.3}, {"timeout_s": 50.0, "load_timeout_s": 0.3, "start_timeout_s": 70.0}]
-)
-def test_deadlines_reach_an_llm_in_torchrls_wrapper(limits):
-    engine = tx.make_engine("ray", engine=LocalLLMWrapper(Busy(talker(0), "torchrl_ext"), 1, "net"), **limits)
+def test_deadlines_reach_an_llm_in_torchrls_wrapper():
+    wrapped = LocalLLMWrapper(Busy(talker(0), "torchrl_ext"), 1, "net")
+    engine = tx.make_engine("ray", engine=wrapped, timeout_s=50.0, load_timeout_s=0.3, start_timeout_s=70.0)
     sender = sender_to(engine, "memory", None, policy := talker(1))
     with pytest.raises(UpdateError, match=r"within 0\.3 s"):
         sender.update_weights(policy)
@@ -92,7 +89,7 @@ def test_a_replica_that_holds_something_else_is_not_hidden_by_another(tmp_path):
 
 
 def test_a_setting_that_torchrls_engines_do_not_take_is_named():
-    with pytest.raises(ConfigError, match="TorchRL's engines take no loop"):
+    with pytest.raises(ConfigError, match=r"does not take these settings.*loop"):
         tx.make_engine("ray", engine=LocalLLMWrapper(LLM(talker(0)), 1, "net"), loop=None)
 
 
@@ -139,35 +136,12 @@ class Plain:
         self.model = talker(0)
 
 
-@pytest.mark.parametrize("pick", [lambda held: held.model, lambda held: InProcessEngine(held.model)])
 @pytest.mark.parametrize("kind", [Serving, Plain])
-def test_a_client_that_joins_has_those_before_it_forgotten_and_what_nobody_fetched(kind, pick):
-    held, trainer = kind(), tx.MemoryTransport()
-    params = as_source(held.model).params()
-
-    def called(client, *args):
-        found = ray.begin(held, pick, client, "job", args[0], args[1:], {})
-        if found is None:
-            Deadline(60).poll(ray._hosted[client].jobs["job"].done)
-            found = ray.answer(held, client, "job")
-        return found[0]
-
-    def joining(name):
-        offer = trainer.open(1, params, Deadline(60)).info
-        rows = [meta.to_json() for meta in params]
-        return {**offer, "transport": "memory", "connection": name, "sender": name, "params": rows, "world_size": 2,
-                "rank_offset": 1, "timeout_s": 60.0}  # fmt: skip
-
-    for name in ("first", "second", "third"):
-        info = joining(name)
-        called(name, "suited", info)
-        called(name, "tell", Join.of(info))
-        if ray.begin(held, pick, name, "unfetched", "describe", (), {}) is None:
-            Deadline(60).poll(ray._hosted[name].jobs["unfetched"].done)
-        assert ray._hosted.keys() == {name}
-    with pytest.raises(NotConnectedError, match="another client joined"):
-        ray.answer(held, "first", "unfetched")
-    assert replaced_by(lambda message: called("first", "tell", message), "first")  # it lives, and joins anew
-    for name in ("first", "third"):
-        called(name, "close", name)
-    ray._hosted.clear()
+def test_an_actor_with_coroutines_answers_by_a_thread_and_others_at_once(kind):
+    held, open_port = kind(), partial(ray._open, pick=operator.attrgetter("model"))
+    found = ray.begin(held, open_port, "client", "job", operator.methodcaller("state"))
+    assert (found is None) == (kind is Serving)
+    if found is None:
+        found = Deadline(60).poll(lambda: ray.answer(held, "job"))
+    assert not found[0].paused and not ray._jobs
+    ray._ports.clear()

@@ -1,17 +1,17 @@
-"""Engines in Ray actors: an `EngineActor` hosts an engine and its port, and a `RayPort` calls that port remotely.
+"""Engines in Ray actors: a `RayPort` sends functions to an actor, which call the engine's port there.
 
 Ray carries only calls; the transport moves weights directly to the actor's process or to the engine behind it.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
+import operator
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
@@ -21,26 +21,24 @@ from torchrl_ext.errors import (
     DeadlineError,
     EngineRefusedError,
     EngineUnreachableError,
-    NotConnectedError,
     WeightSyncError,
 )
-from torchrl_ext.registry import Make, engines
+from torchrl_ext.registry import Make
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.rpc.port import Port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.engines.local import LocalPort
-from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.types import EngineInfo
 from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["EngineActor", "RayPort", "Served", "connect_actors", "ray_engine"]
+__all__ = ["EngineActor", "RayPort", "ray_engine"]
 
 _POLL_S = 0.05
-_LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
 _SHORT = {"describe", "state", "release", "close"}  # calls that do not wait for weights
 
-_hosted: dict[str, EngineActor] = {}  # by client, in an actor of another class
+_ports: dict[str, Port] = {}  # by client, in an actor
+_jobs: dict[str, Future[Any]] = {}  # calls that a thread of an actor does
 
 
 def _the_ray() -> Any:
@@ -52,43 +50,17 @@ def _the_ray() -> Any:
     return ray
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """Settings of an engine server that an `EngineActor` starts on its node, and of the client that drives it there.
-
-    Attributes:
-        kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
-        launch: fields of the engine's server spec (`torchrl_ext.serving.server.ServerSpec`): ``model``, ``dtype``, ...
-        client: settings of the client (`torchrl_ext.rpc`).
-    """
-
-    kind: str
-    launch: Mapping[str, Any]
-    client: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self) -> tuple[EngineClient, Any]:
-        """Start the server; return its client and the server."""
-        server = engines.part(self.kind, "server")(**self.launch).start()
-        return engines.make(self.kind, url=server.url, **self.client), server
-
-
 class EngineActor:
-    """Actor class that hosts an engine in the actor's process, or drives a server on the actor's node.
+    """Actor class that holds an engine in the actor's process; `make_engine("ray", engine=handle)` drives it.
 
-    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `ray_engine` drives it.
+    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one.
 
     Args:
-        make: called in the actor; returns the engine or model (a module, a TensorDict, a `WeightReceiver` or an
-            `EngineClient`). `Served` starts a server.
+        make: called in the actor; returns what `InProcessEngine` drives, such as a module or a `WeightReceiver`.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        made = make()
-        self.target, self._server = made if isinstance(made, tuple) else (made, None)
-        engine = self.target if isinstance(self.target, Engine) else InProcessEngine(self.target)
-        self._own = self._port = engine.port
-        self.driven = engine.port.driven if isinstance(engine.port, LocalPort) else engine
-        self.jobs: dict[str, Future[Any]] = {}  # of `begin`, by name
+        self.engine = make()
 
     @classmethod
     def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
@@ -102,77 +74,43 @@ class EngineActor:
         """
         return _the_ray().remote(**{"max_concurrency": 2, **(remote_config or {})})(cls)
 
-    def call(self, name: str, *args: Any, **settings: Any) -> Any:
-        """Call a method of the engine's `Port`, and return its answer.
-
-        The port that `Port.suited` returns stays here and handles later calls; the answer is its ``pauses``, ``proves``
-        and ``drops_first``.
-        """
-        if name != "suited":
-            return getattr(self._port, name)(*args, **settings)
-        before, self._port = self._port, self._own.suited(*args)
-        if before is not self._port:
-            before.close("")
-        return self._port.pauses, self._port.proves, self._port.drops_first
-
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(target, *args)``, where ``target`` is the object that ``make`` returned."""
-        return function(self.target, *args)
-
-    def stop(self) -> None:
-        """Stop the server, if there is one. It also stops with the actor's process."""
-        if self._server is not None:
-            self._server.stop()
+        """Return ``function(engine, *args)``, where ``engine`` is the object that ``make`` returned."""
+        return function(self.engine, *args)
 
 
-def begin(
-    held: Any, pick: Callable[[Any], Any], client: str, job: str, name: str, args: tuple[Any, ...], settings: Info
-) -> tuple[Any] | None:
-    """Run `EngineActor.call` in an actor of another class, on the engine that ``pick`` returns.
+def begin(held: Any, open_port: Callable[[Any], Port], client: str, job: str, call: Callable[[Any], Any]) -> Any:
+    """Call a method of an engine's port in an actor.
 
     Ray starts no other call of the actor before this one returns. In an actor with coroutines, which run meanwhile, a
     thread does the call; any other actor does it directly.
 
-    Only one sender at a time drives an engine, so a client that joins removes the engine's earlier clients, unless they
-    have running jobs; a removed client has to join again.
-
     Args:
         held: the actor's object.
-        pick: takes it; returns the engine or model, as ``make`` of `EngineActor` does.
-        client: id of the client, which has its own `EngineActor`.
+        open_port: takes it; returns the engine's port.
+        client: id of the client, which has a port of its own.
         job: id of this call, for `answer`.
-        name, args, settings: as for `EngineActor.call`.
+        call: takes the port; its answer is returned.
 
     Returns:
         The answer in a tuple, or None if a thread has begun the call.
     """
-    if client not in _hosted:
-        _hosted[client] = EngineActor(partial(pick, held))
-    host = _hosted[client]
-    if name == "suited":
-        for other, one in [*_hosted.items()]:
-            if one is not host and one.driven is host.driven and all(job.done() for job in one.jobs.values()):
-                del _hosted[other]
-    call = partial(host.call, name, *args, **settings)
+    if client not in _ports:
+        _ports[client] = open_port(held)
     if not inspect.getmembers(type(held), inspect.iscoroutinefunction):
-        return (call(),)
-    host.jobs[job] = in_thread(call, f"torchrl-ext-{name}")
+        return (call(_ports[client]),)
+    _jobs[job] = in_thread(partial(call, _ports[client]), "torchrl-ext-ray")
     return None
 
 
-def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
-    """Return the answer of a client's job in a tuple, or None while it runs; raise the job's error.
+def _open(held: Any, pick: Callable[[Any], Any] | None, **settings: Any) -> Port:
+    """Return the port of the engine that ``pick`` finds in an actor's object; without it, that object is the engine."""
+    return InProcessEngine(held if pick is None else pick(held), **settings).port
 
-    Raises:
-        NotConnectedError: another client has joined and removed this one.
-    """
-    del held
-    if client not in _hosted:
-        raise NotConnectedError(
-            "another client joined this engine before this one had its answer", hint="connect again"
-        )
-    jobs = _hosted[client].jobs
-    return (jobs.pop(job).result(),) if jobs[job].done() else None
+
+def answer(held: Any, job: str) -> tuple[Any] | None:
+    """Return the answer to a job in a tuple, or None while it runs; raise the job's error."""
+    return (_jobs.pop(job).result(),) if _jobs[job].done() else None
 
 
 def _asked(name: str) -> Any:
@@ -189,7 +127,10 @@ class RayPort(Port):
     """Calls the port of an engine in a Ray actor.
 
     Args:
-        actor, pick, timeout_s, load_timeout_s, start_timeout_s: as for `ray_engine`.
+        actor: its handle.
+        pick: as for `ray_engine`; None if the actor's object is the engine itself.
+        timeout_s, load_timeout_s, start_timeout_s: as for `ray_engine`.
+        settings: further ones of the `InProcessEngine` in the actor.
     """
 
     kind: ClassVar[str] = "ray"
@@ -198,38 +139,20 @@ class RayPort(Port):
         self,
         actor: Any,
         *,
-        pick: Callable[[Any], Any] | None = None,
-        timeout_s: float = 60.0,
-        load_timeout_s: float = 600.0,
-        start_timeout_s: float = 600.0,
+        pick: Callable[[Any], Any] | None,
+        timeout_s: float,
+        load_timeout_s: float,
+        start_timeout_s: float,
+        **settings: Any,
     ) -> None:
-        ray = _the_ray()
-        if isinstance(actor, str):
-            self.url = f"ray:{actor}"
-            try:
-                actor = ray.get_actor(actor)
-            except ValueError as error:
-                raise ConfigError(f"there is no Ray actor called {actor!r}: {error}") from None
-        else:
-            self.url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
-        self._actor, self._pick, self._name = actor, pick, uuid.uuid4().hex
+        self.url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
+        self._actor, self._name = actor, uuid.uuid4().hex
+        self._open = partial(_open, pick=pick, timeout_s=load_timeout_s, **settings)
         self.timeout_s, self._timeout_s, self._first_timeout_s = load_timeout_s, timeout_s, start_timeout_s
 
     def describe(self) -> EngineInfo:
-        """See `Port.describe`; ``url`` is the actor's, and `address` returns the engine's."""
+        """See `Port.describe`; ``url`` is the actor's."""
         return replace(self._ask("describe"), url=self.url, kind=self.kind)
-
-    def address(self) -> str:
-        """Return the engine's URL, if it is a server."""
-        return str(self._ask("describe").url)
-
-    def suited(self, info: Info) -> Port:
-        pauses, proves, drops_first = self._ask("suited", info)
-        if (pauses, proves, drops_first) == (self.pauses, self.proves, self.drops_first):
-            return self
-        found = copy.copy(self)
-        vars(found).update(pauses=pauses, proves=proves, drops_first=drops_first)
-        return found
 
     state = _asked("state")
     tell = _asked("tell")
@@ -237,8 +160,6 @@ class RayPort(Port):
     release = _asked("release")
     abandon = _asked("abandon")
     drop_cached = _asked("drop_cached")
-    make_idle = _asked("make_idle")
-    label_as = _asked("label_as")
     refuse_sleep = _asked("refuse_sleep")
     sleep = _asked("sleep")
     wake = _asked("wake")
@@ -253,7 +174,7 @@ class RayPort(Port):
         errors = _the_ray().exceptions
         limit_s = max(self._timeout_s if name in _SHORT else self.timeout_s, self._first_timeout_s)
         try:
-            found = self._answer(limit_s, name, args, settings)
+            found = self._answer(limit_s, operator.methodcaller(name, *args, **settings))
         except errors.RayTaskError as error:
             raise self._failed(name, error.cause) from error
         except errors.GetTimeoutError as error:
@@ -271,15 +192,13 @@ class RayPort(Port):
         self._first_timeout_s = 0.0
         return found
 
-    def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], settings: Info) -> Any:
+    def _answer(self, timeout_s: float, call: Callable[[Any], Any]) -> Any:
         """Return the actor's answer; raises Ray's errors unchanged."""
-        ray, actor, within = _the_ray(), self._actor, Deadline(timeout_s)
-        if self._pick is None:
-            return ray.get(actor.call.remote(name, *args, **settings), timeout=timeout_s)
+        ray, send, within = _the_ray(), self._actor.__ray_call__.remote, Deadline(timeout_s)
         job = uuid.uuid4().hex
-        begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, name, args, settings)
+        begun = send(begin, self._open, self._name, job, call)
         (found,) = ray.get(begun, timeout=timeout_s) or within.poll(
-            lambda: ray.get(actor.__ray_call__.remote(answer, self._name, job), timeout=max(_POLL_S, within.left_s)),
+            lambda: ray.get(send(answer, job), timeout=max(_POLL_S, within.left_s)),
             late=ray.exceptions.GetTimeoutError,
             longest_s=_POLL_S,
         )
@@ -297,59 +216,45 @@ class RayPort(Port):
         return EngineRefusedError(f"{type(cause).__name__}: {cause}; {self.url} did not {name}")
 
 
-def ray_engine(actor: Any, **settings: Any) -> Engine:
-    """Return the client of the engine in an actor.
-
-    Args:
-        actor: the actor's handle or name.
-        pick: None for an `EngineActor`. For an actor of any other class, a function that is called in the actor with
-            its object and returns the engine or model, as ``make`` of `EngineActor` does. Ray pickles it by
-            reference or by value, and the actor's environment needs this package.
-        timeout_s: deadline of each short call, in seconds.
-        load_timeout_s: deadline of joining a transport and of receiving weights, in seconds.
-        start_timeout_s: deadline of the first call, which waits for the actor and its engine to start, in seconds.
-
-    Raises:
-        ConfigError: ray is not installed, or no actor has this name.
-    """
-    return Engine(RayPort(actor, **settings))
-
-
-def connect_actors(engine: Any, **settings: Any) -> EngineClient:
+def ray_engine(
+    engine: Any,
+    *,
+    pick: Callable[[Any], Any] = operator.attrgetter("engine"),
+    pause_mode: str = "keep",
+    keep_cache: bool = False,
+    timeout_s: float = 60.0,
+    load_timeout_s: float = 600.0,
+    start_timeout_s: float = 600.0,
+) -> EngineClient:
     """Return the client of engines in Ray actors or of TorchRL's engines; `make_engine("ray", ...)` calls it.
 
     The client drives the vLLM inside TorchRL's engines, whose workers receive the weights directly.
 
     Args:
-        engine: handle or name of an `EngineActor`, TorchRL's `AsyncVLLM`, `RayLLMWorker` or `LocalLLMWrapper`, or a
-            sequence of these.
-        settings: as for `ray_engine`; for TorchRL's engines without ``pick``, but with ``pause_mode`` and
-            ``keep_cache`` as for `InProcessEngine`.
+        engine: an actor's handle, TorchRL's `AsyncVLLM`, `RayLLMWorker` or `LocalLLMWrapper`, or a list of these.
+        pick: for an actor of another class than `EngineActor`: a function that is called in the actor with its object
+            and returns what `InProcessEngine` drives. Ray pickles it by reference or by value, and the actor's
+            environment needs this package.
+        pause_mode, keep_cache: as for `InProcessEngine`.
+        timeout_s: deadline of each short call, in seconds.
+        load_timeout_s: deadline of joining a transport and of receiving weights, in seconds.
+        start_timeout_s: deadline of the first call, which waits for the actor and its engine to start, in seconds.
 
     Raises:
-        ConfigError: ray is not installed; there is no such actor; the engine does not take a setting; an `AsyncVLLM`
-            has no replicas; or the engine is another implementation of TorchRL's interface, which cannot report whether
-            an update is complete.
+        ConfigError: ray is not installed; an `AsyncVLLM` has no replicas; or the engine is another implementation of
+            TorchRL's interface, which cannot report whether an update is complete.
     """
-    if isinstance(engine, Sequence) and not isinstance(engine, str):
-        return Pool([connect_actors(one, **settings) for one in engine])
-    torchrls = is_torchrl(engine, "RLvLLMEngine")
-    known = _LIMITS | ({"pause_mode", "keep_cache"} if torchrls else {"pick"})
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"{'TorchRL' if torchrls else 'Ray'}'s engines take no {', '.join(unknown)}",
-            expected=f"settings from {', '.join(sorted(known))}",
-        )
-    if not torchrls:
-        return ray_engine(engine, **settings)
-    vllm: dict[str, Any] = {name: settings.pop(name) for name in ("pause_mode", "keep_cache") if name in settings}
-    if settings.keys() & {"timeout_s", "load_timeout_s"}:
-        vllm["timeout_s"] = settings.get("load_timeout_s", settings.get("timeout_s"))
+    _the_ray()
+    how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache}
+    limits = {"timeout_s": timeout_s, "load_timeout_s": load_timeout_s, "start_timeout_s": start_timeout_s}
+    if isinstance(engine, (list, tuple)):
+        return Pool([ray_engine(one, pick=pick, **how, **limits) for one in engine])
     if is_torchrl(engine, "LocalLLMWrapper"):
-        return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", **vllm)
+        return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", timeout_s=load_timeout_s, **how)
     if is_torchrl(engine, "RayLLMWorker"):
-        return ray_engine(engine.ray_actor, pick=partial(InProcessEngine, **vllm), **settings)
+        return Engine(RayPort(engine.ray_actor, pick=None, **how, **limits))
+    if not is_torchrl(engine, "RLvLLMEngine"):
+        return Engine(RayPort(engine, pick=pick, **how, **limits))
     if not is_torchrl(engine, "AsyncVLLM"):
         raise ConfigError(
             f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an incomplete update "
@@ -361,12 +266,7 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
         raise ConfigError(
             "this AsyncVLLM has no replicas", hint="create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
         )
-    return Pool([ray_engine(actor, pick=partial(_async_llm, **vllm), **settings) for actor in engine.actors])
+    return Pool([ray_engine(actor, **how, **limits) for actor in engine.actors])
 
 
-def _async_llm(replica: Any, **settings: Any) -> InProcessEngine:
-    """Return the client of the `AsyncLLM` in a replica of `AsyncVLLM`; runs in the replica's actor."""
-    return InProcessEngine(replica.engine, **settings)
-
-
-RAY = Make(client=connect_actors)
+RAY = Make(client=ray_engine)
