@@ -9,12 +9,17 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.fakes import FakeEngine
-from tests.plugins.vllm_api import Client, Declared, FanOut, Placed, TRLs
+from tests.plugins.vllm_api import Client, Declared, FanOut, TRLs
 from tests.ranks import on_ranks
-from torchrl_ext.errors import ConfigError, EngineRefusedError, EngineUnreachableError, UpdateError
-from torchrl_ext.plugins.vllm.trainer import TorchRLExtTrainerEngine, TorchRLExtTrainerInitInfo
+from torchrl_ext.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError, UpdateError
+from torchrl_ext.plugins.vllm.trainer import (
+    ClientPort,
+    TorchRLExtTrainerEngine,
+    TorchRLExtTrainerInitInfo,
+    VLLMSource,
+)
 from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.makes.vllm_client import ClientPort
+from torchrl_ext.weights.source import checked
 
 
 def weights(step):
@@ -58,14 +63,24 @@ def test_a_server_follows_through_a_client_of_others_and_only_its_owner_pauses(c
         engine.shutdown()
 
 
-@pytest.mark.parametrize("form", [Declared, Placed])
-def test_a_transport_of_ranks_takes_full_tensors_or_pieces(form):
+def test_a_transport_of_ranks_takes_full_tensors():
     with FakeEngine("vllm") as fake:
-        engine = trainer(Client(fake.url), form(weights(1)), transport="sharded")
+        engine = trainer(Client(fake.url), Declared(weights(1)), transport="sharded")
         paused(fake)
         report = engine.send_weights()
-        assert report.verified and served(fake, 1) and bool(report.whole) == (form is Declared)
+        assert report.verified and served(fake, 1) and report.whole
         engine.shutdown()
+
+
+def test_a_source_yields_what_it_declares_and_its_rank_holds():
+    tensors = {name: nn.Parameter(tensor) for name, tensor in weights(1).items()}
+    source = VLLMSource(Declared(tensors))
+    found = {meta.name: tensor for meta, tensor in checked(source)}
+    assert found.keys() == tensors.keys() and not any(tensor.requires_grad for tensor in found.values())
+    part = VLLMSource(Declared(tensors, held={"b"}))
+    assert [name for name, _ in part] == [shard.meta.name for shard in part.shards()] == ["b"]
+    with pytest.raises(ManifestError, match="Expected: a"):
+        list(checked(part))
 
 
 class TestSeveral:
@@ -108,8 +123,6 @@ class TestSeveral:
                 engine.send_weights()
             engine.shutdown()
             client = FanOut(one.url, other.url, offsets=(1, 2))
-            with pytest.raises(ConfigError, match="reaches 2 workers, and world_size is 4"):
-                trainer(client, Declared(tensors), transport="collective", world_size=4)
             engine = trainer(client, Declared(tensors), transport="collective", world_size=3)
             assert engine.send_weights().verified and served(one, 1) and served(other, 1)
             engine.shutdown()
@@ -192,13 +205,12 @@ def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
     from torch.distributed.fsdp import fully_shard
 
     fake = FakeEngine("vllm") if rank == 0 else None
-    for form, transport in ((Declared, "delta"), (Declared, "sharded"), (Placed, "sharded")):
+    for transport in ("delta", "sharded"):
         model = fully_shard(Policy(0))
         tensors = dict(model.named_parameters())
-        source = form(tensors) if form is Declared else form(tensors, rank)
-        settings = {"settings": {"root": f"{folder}/{form.__name__}"}} if transport == "delta" else {}
+        settings = {"settings": {"root": f"{folder}/root"}} if transport == "delta" else {}
         client = Client(fake.url) if rank == 0 else None
-        engine = trainer(client, source, rank=rank, transport=transport, **settings)
+        engine = trainer(client, Declared(tensors), rank=rank, transport=transport, **settings)
         for step in (1, 2):
             with torch.no_grad():
                 for tensor in tensors.values():
@@ -207,31 +219,8 @@ def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
                 paused(fake)
             dist.barrier()
             report = engine.send_weights()
-            assert rank != 0 or (served(fake, step) and report.verified), (form, transport)
+            assert rank != 0 or (served(fake, step) and report.verified), transport
             if transport == "sharded" and rank == 0:
-                assert bool(report.whole) == (form is Declared) and min(report.rank_bytes) > 0
+                assert report.whole and min(report.rank_bytes) > 0
             dist.barrier()
-        engine.shutdown()
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_pieces_that_only_one_rank_owns_arrive_by_shards_alone(rank, world, folder):
-    fake = FakeEngine("vllm") if rank == 0 else None
-    owners = {"a": (0,), "b": (1,)}
-    tensors = {name: tensor if rank in owners[name] else torch.empty(4) for name, tensor in weights(3).items()}
-    client = Client(fake.url) if rank == 0 else None
-    with pytest.raises(ConfigError, match="rank 0 does not own 'b'"):
-        trainer(client, Placed(tensors, rank, owners=owners), folder, rank=rank)
-    for modes in (("full", "local"), ("full",)):
-        engine = trainer(client, Placed(tensors, rank, modes, owners), rank=rank, transport="sharded")
-        if rank == 0:
-            paused(fake)
-        dist.barrier()
-        engine.send_weights()
-        assert rank != 0 or served(fake, 3)
-        if rank == 0:
-            for tensor in fake.tensors.values():
-                tensor.zero_()
-        dist.barrier()
         engine.shutdown()

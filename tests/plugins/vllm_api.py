@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from types import SimpleNamespace
 
 import httpx
@@ -93,66 +91,3 @@ class Declared:
     def __iter__(self):
         for name, tensor in self.tensors.items():
             yield name, full(tensor) if self.held is None or name in self.held else None
-
-
-class Placed:
-    """A source of vLLM 0.33's form, over tensors or DTensors by name; ``modes`` has what it implements.
-
-    ``owners`` gives the owners of tensors that are no DTensors, by name.
-    """
-
-    def __init__(self, tensors, rank=0, modes=("full", "local"), owners=None):
-        self.tensors, self.rank, self.modes, self.owners = tensors, rank, modes, owners or {}
-
-    @cached_property
-    def metadata(self):
-        found = []
-        for name, one in self.tensors.items():
-            layout = {"owners": self.owners.get(name), "mesh_shape": None, "placements": None}
-            if name not in self.owners and (mesh := getattr(one, "device_mesh", None)) is not None:
-                layout = {
-                    "owners": tuple(mesh.mesh.flatten().tolist()),
-                    "mesh_shape": tuple(mesh.mesh.shape),
-                    "placements": placed(one.placements),
-                }
-            found.append(SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape, **layout))
-        return found
-
-    def implements_iter_full(self):
-        return "full" in self.modes
-
-    def implements_iter_local(self):
-        return "local" in self.modes
-
-    def own(self):
-        for meta in self.metadata:
-            if meta.owners is None or self.rank in meta.owners:
-                yield meta, self.tensors[meta.name]
-
-    def iter_full(self):
-        assert "full" in self.modes
-        for meta, tensor in self.own():
-            yield meta.name, full(tensor)
-
-    def iter_local(self):
-        assert "local" in self.modes
-        for meta, tensor in self.own():
-            whole = meta.placements is None
-            yield meta.name, full(tensor) if whole else tensor.to_local()
-
-
-def placed(placements):
-    """As vLLM writes placements: objects with a ``dim`` where they split; None where something else places them."""
-    from torch.distributed.tensor import Replicate, Shard  # slow to import
-
-    if any(type(one) not in (Shard, Replicate) for one in placements):
-        return None
-    if all(type(one) is Replicate for one in placements):
-        return None
-    return tuple(SimpleNamespace(dim=one.dim) if type(one) is Shard else SimpleNamespace() for one in placements)
-
-
-def coordinates(mesh):
-    """Every place of a mesh, in the order of its ranks."""
-    for rank in range(math.prod(mesh)):
-        yield tuple(rank // math.prod(mesh[axis + 1 :]) % mesh[axis] for axis in range(len(mesh)))

@@ -1,29 +1,36 @@
-"""The trainer's end of backend ``torchrl_ext`` for programs that send weights through vLLM's trainer API.
+"""The trainer's end of backend ``torchrl_ext`` for programs that send weights through vLLM's trainer API (0.32).
 
-vLLM's `WeightTransferTrainerFactory` (0.31 to 0.33) makes a `TorchRLExtTrainerEngine`, which importing this module
-registers. Without vLLM or such a factory, call `TorchRLExtTrainerEngine.trainer_init` with the same arguments.
+vLLM's `WeightTransferTrainerFactory` makes a `TorchRLExtTrainerEngine`, which importing this module registers. Without
+vLLM, call `TorchRLExtTrainerEngine.trainer_init` with the same arguments.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, final
 
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
+from torchrl_ext.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
 from torchrl_ext.plugins.vllm.register import register_trainers
-from torchrl_ext.plugins.vllm.source import VLLMSource
 from torchrl_ext.registry import transports
-from torchrl_ext.routes import BACKEND
+from torchrl_ext.routes import ANSWERS, BACKEND, answers_in, each_answer
 from torchrl_ext.rpc.client import NullEngine
 from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.makes.vllm_client import ClientPort
+from torchrl_ext.rpc.http import Answer
+from torchrl_ext.rpc.makes.vllm import explained
+from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.types import Info, SyncReport
+from torchrl_ext.types import EngineInfo, Info, ParamMeta, SyncReport
+from torchrl_ext.weights.shards.blocks import Shard
+from torchrl_ext.weights.source import Row, WeightSource, checked, full, gathered_in_order
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["TorchRLExtTrainerEngine", "TorchRLExtTrainerInitInfo"]
+__all__ = ["ClientPort", "TorchRLExtTrainerEngine", "TorchRLExtTrainerInitInfo", "VLLMSource"]
 
 
 @dataclass
@@ -72,28 +79,28 @@ class TorchRLExtTrainerEngine:
         self._sender, self._weights = sender, weights  # the sender's reference is weak
 
     @classmethod
-    def trainer_init(cls, init_info: TorchRLExtTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+    def trainer_init(
+        cls, init_info: TorchRLExtTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> TorchRLExtTrainerEngine:
         """Return this rank's engine, after rank 0 has asked every worker whether it runs our backend.
 
         Workers join with the first `send_weights`: they may rehearse an update then, and have to be paused.
 
         Args:
             client: has the methods of vLLM's ``VLLMWeightSyncClient``; used on rank 0 only.
-            source: a ``WeightSource`` of vLLM's, of any release.
+            source: a ``WeightSource`` of vLLM's.
 
         Raises:
-            ConfigError: a setting is invalid, or the source cannot give what the transport takes.
+            ConfigError: a setting is invalid, or the object is no source.
             EngineError, DeadlineError: a server does not run our backend, or does not answer.
         """
-        transport = transports.make(init_info.transport, **init_info.settings)
-        weights = VLLMSource(source, rank=init_info.rank)
-        weights.require(gathers=transport.gathers)
-        port = ClientPort(client, world_size=init_info.world_size)
-        engine = Engine(port) if init_info.rank == 0 else NullEngine()
+        transport, is_sender = transports.make(init_info.transport, **init_info.settings), init_info.rank == 0
+        weights = VLLMSource(source)
+        engine = Engine(ClientPort(client, world_size=init_info.world_size)) if is_sender else NullEngine()
         engine.info()  # raises now instead of in the first update
         sender = WeightSender(transport, engine, rank=init_info.rank, **init_info.sender)
         sender.register_model(weights)
-        return cls(client, source, sender, weights, is_sender=init_info.rank == 0)
+        return cls(client, source, sender, weights, is_sender=is_sender)
 
     def send_weights(self) -> SyncReport:
         """Send the source's weights as the next version, from every trainer rank; return the report.
@@ -108,6 +115,152 @@ class TorchRLExtTrainerEngine:
     def shutdown(self) -> None:
         """Leave the workers and release the transport; may be called twice."""
         self._sender.shutdown()
+
+
+@final
+class VLLMSource(WeightSource):
+    """The weights that a ``WeightSource`` of vLLM's declares and yields; its metadata is read once.
+
+    Raises:
+        ConfigError: the object is no such source.
+    """
+
+    def __init__(self, source: Any) -> None:
+        if not callable(getattr(source, "metadata", None)):
+            raise ConfigError(f"a {type(source).__name__} declares no weights", expected="a WeightSource of vLLM's")
+        self._source = source
+        self._params = tuple(ParamMeta(one.name, one.dtype, tuple(one.shape)) for one in source.metadata())
+        self._held = getattr(source, "held_names", lambda: None)()  # by this rank; None for all
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank holds."""
+        return ((name, tensor.detach()) for name, tensor in self._source if tensor is not None)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the blocks that this rank holds: of a `ModuleSource` its parameters' own, of others whole tensors."""
+        kind = type(self._source)
+        if kind.__name__ == "ModuleSource" and kind.__module__.startswith("vllm."):
+            named = dict(self._source._module.named_parameters())
+            for meta in self._params:
+                yield from Row(meta.name, named[meta.name], partial(full, named[meta.name])).shards()
+        else:
+            mine = [meta for meta in self._params if self._held is None or meta.name in self._held]
+            tensors = (tensor for _, tensor in checked(iter(self), mine))
+            yield from gathered_in_order(mine, tensors, "its source makes it as a whole")
+
+
+@final
+class ClientPort(Port):
+    """The servers behind a client with the methods of vLLM's ``VLLMWeightSyncClient``, as one engine that stays paused.
+
+    `Load`, `Verify` and `Seal` go through its ``update_weights``, others through ``init_weight_transfer_engine``, whose
+    answers are in the words of the client's exception. A client of several servers raises the error of one of them, so
+    a message is sent in a `torchrl_ext.routes.envelope` until no engine answers.
+
+    Args:
+        world_size: as of `TorchRLExtTrainerInitInfo`.
+    """
+
+    kind: ClassVar[str] = "vllm"
+
+    def __init__(self, client: Any, *, world_size: int | None = None) -> None:
+        self._client, self._size = client, world_size
+        self.url = str(getattr(client, "base_url", "") or f"a {type(client).__name__}")
+
+    def describe(self) -> EngineInfo:
+        found = self._workers()
+        version = max(answer.get("version", 0) for answer in found)
+        return EngineInfo(url=self.url, kind=self.kind, world_size=len(found), weight_version=str(version or ""))
+
+    def suited(self, info: Info) -> Port:
+        """See `Port.suited`; ConfigError if several deployments would take the same ranks in one group."""
+        if self._size is None and "root" not in info:  # workers that read files have no ranks
+            found = self._workers()
+            if len(found) > max(answer.get("workers", 1) for answer in found):
+                raise ConfigError(
+                    f"{self.url} reaches several deployments, whose workers would all join the {info['transport']} "
+                    "transport as the same ranks",
+                    expected="delta or disk; or a client that gives each server its own rank_offset, and world_size",
+                    state="nothing was sent",
+                )
+        return self
+
+    def state(self, *, fit: bool = False) -> EngineState:
+        return EngineState(paused=True)  # the client's owner sees to it, and the protocol has no way to ask
+
+    def hold(self, before: EngineState) -> None:
+        """Do nothing, as `release`: the client's owner pauses and resumes the servers."""
+
+    def release(self) -> None:
+        """See `hold`."""
+
+    def abandon(self) -> None:
+        with suppress(EngineRefusedError):  # workers may have no open update any more
+            self._call(self._client.finish_weight_update)
+
+    def tell(self, message: Message) -> list[Info]:
+        match message:
+            case Start():
+                return self._call(self._client.start_weight_update)
+            case Load() | Verify() | Seal():
+                return self._call(self._client.update_weights, message.to_json())
+            case Finish():
+                self.tell(Seal(connection=message.connection))
+                answers, finish = self._ask(message), self._client.finish_weight_update
+                labels = "weight_version" in inspect.signature(finish).parameters  # TRL's takes none
+                self._call(finish, **({"weight_version": str(message.version)} if labels else {}))
+                return answers
+        return self._ask(message)
+
+    def _workers(self) -> list[Info]:
+        found = [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]
+        if not found:
+            expected = "a client that raises errors in the server's words"
+            raise EngineRefusedError(f"no worker behind {self.url} answered", expected=expected)
+        return found
+
+    def _ask(self, message: Message) -> list[Info]:
+        return each_answer(partial(self._call, self._client.init_weight_transfer_engine), message, self._size)
+
+    def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> list[Info]:
+        """Call the client; return the answers in its error's words, or raise an error of ours in the worker's words."""
+        try:
+            method(*args, **named)
+        except Exception as error:
+            answer, content = _answer_of(error, self.url)
+            answers = answers_in(content) if ANSWERS in answer.text else []
+            if not answers:
+                with explained():
+                    raise _restated(error, answer) from error
+            return [one for number, one in enumerate(answers) if one not in answers[:number]]  # a traceback repeats it
+        return []
+
+
+def _answer_of(error: Exception, where: str) -> tuple[Answer, Any]:
+    """Return the server's answer that made a client raise, as far as the client hands it on, and what is in it."""
+    response = getattr(error, "response", None)
+    text = getattr(response, "text", "") or str(error)
+    answer = Answer(where=where, status=getattr(response, "status_code", 500), text=text)
+    body = replace(answer, text=text[max(text.find('{"'), 0) :])  # some clients put it behind words of their own
+    with suppress(ValueError):
+        content = body.json()
+        if isinstance(content, dict) and content.keys() & {"error", "detail", "message"}:
+            return body, content
+    return answer, text
+
+
+def _restated(error: Exception, answer: Answer) -> Exception:
+    names, what = " ".join(base.__name__ for base in type(error).__mro__), f"{answer.where}: {answer.message()}"
+    if getattr(error, "response", None) is None:
+        if "Timeout" in names:
+            return DeadlineError(what, state="the server may still be working on the call")
+        if isinstance(error, OSError) or "Connect" in names or "ActorDied" in names:
+            return EngineUnreachableError(what, hint="check that the server runs, and the client's address")
+    kind = RouteAbsent if answer.absent else EngineRefusedError
+    return kind(what, status=answer.status, reason=answer.message())
 
 
 with suppress(ImportError):

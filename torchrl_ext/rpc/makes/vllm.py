@@ -70,7 +70,7 @@ from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
 __all__ = [
-    "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained", "is_of_another_backend",
+    "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained",
     "vllm_engine",
 ]  # fmt: skip
 
@@ -277,7 +277,7 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return isinstance(error, RouteAbsent) or is_of_another_backend(error)
+        return isinstance(error, RouteAbsent) or _is_of_another_backend(error)
 
     def _ask(self, route: str, field: str) -> Any:
         return self._answered(route, field)[field]
@@ -311,7 +311,7 @@ def explained() -> Iterator[None]:
         if ANSWERS in error.reason:  # `VLLMPort._say` takes the answers to messages
             raise out_of_step(status=error.status) from error
         more = {"expected": f"weight-transfer backend {BACKEND!r}", "hint": _FLAGS}
-        found: Any = more if is_of_another_backend(error) else {}
+        found: Any = more if _is_of_another_backend(error) else {}
         raise restated(error, _own_words(error.what), reason=_own_words(error.reason), **found) from error
 
 
@@ -320,7 +320,7 @@ def _own_words(text: str) -> str:
     return unescaped(_EXECUTORS.sub(r"\g<words>", text))
 
 
-def is_of_another_backend(error: EngineRefusedError) -> bool:
+def _is_of_another_backend(error: EngineRefusedError) -> bool:
     """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
     return "not configured" in error.what or "Invalid init_info" in error.what
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,7 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 
-__all__ = ["block_at", "require_whole", "shards_of_dtensor"]
+__all__ = ["require_whole", "shards_of_dtensor"]
 
 _Runs = tuple[tuple[int, int, int], ...]
 """Indices along one dimension: ``start <= index < stop``, and the position of the first in the local tensor."""
@@ -60,23 +60,6 @@ def _full(tensor: Any) -> Tensor:
     with torch.no_grad():
         found: Tensor = tensor.full_tensor()
     return found.detach()  # not before: torch 2.13 forgets an unusual order of splits then, and 2.14 gathers
-
-
-def block_at(shape: Sequence[int], mesh: Sequence[int], dims: Sequence[int | None], coordinate: Sequence[int]) -> Block:
-    """Return the block of a tensor at one place of a mesh; it may be empty.
-
-    Args:
-        shape: of the whole tensor.
-        mesh: the mesh's shape.
-        dims: for each dimension of the mesh the tensor's dimension that it splits, as `torch.chunk` does; None where it
-            replicates. Of several that split the same one, the outermost does so first.
-        coordinate: the place in the mesh.
-    """
-    held: list[tuple[int, int, int]] = []
-    for number, size in enumerate(shape):
-        axes = [axis for axis, dim in enumerate(dims) if dim == number]
-        held += _held(size, tuple((mesh[axis], 1) for axis in axes), tuple(coordinate[axis] for axis in axes))
-    return Block(tuple(start for start, _, _ in held), tuple(stop for _, stop, _ in held))
 
 
 def _local(tensor: Any, where: tuple[slice, ...] | None = None) -> Tensor:
