@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError, why
+from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, WeightSyncError, why
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
+from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
 from torchrl_ext.rpc.pool import Members, Pool, discovered
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineInfo
@@ -21,7 +20,6 @@ from torchrl_ext.weights.source import is_torchrl
 __all__ = ["as_engine", "connect", "discover"]
 
 _TIMEOUT_S = 30.0
-_GRACE_S = 0.5  # lets calls reach their own deadline, whose errors say more
 _MAX_BODY_BYTES = 16 << 20
 
 
@@ -40,36 +38,18 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = Non
         DeadlineError: an engine did not answer in time.
         EngineError: several addresses fail for different reasons. Every error's message names all failed addresses.
     """
-    answers = _answers(addresses, timeout_s, api_key)
-    _raise(answers)
-    return [answer for answer in answers.values() if isinstance(answer, EngineInfo)]
-
-
-def _answers(addresses: Sequence[str], timeout_s: float, api_key: Keys) -> dict[str, EngineInfo | WeightSyncError]:
-    """Return each engine's description or error by base address, in the order given."""
     until = time.monotonic() + timeout_s
     how: dict[str, Any] = {"timeout_s": timeout_s, "api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
 
     def ask(url: str) -> EngineInfo | WeightSyncError:
         try:
-            return _describe(_Questions(url, until=until, check=refuse_router, **how))
+            return _describe(HTTPSession(url, until=until, check=refuse_router, **how))
         except (EngineError, DeadlineError) as error:
             return error
 
-    jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
-    late = wait(jobs.values(), timeout_s + _GRACE_S).not_done
-    hint = "read the engine's log, or raise timeout_s"
-    return {
-        url: DeadlineError(f"{url} did not describe itself within {timeout_s:g} s", hint=hint)
-        if job in late
-        else job.result()
-        for url, job in jobs.items()
-    }
-
-
-def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
-    """Raise one error that names every failed address, if any failed."""
-    failed = [answer for answer in answers.values() if isinstance(answer, WeightSyncError)]
+    jobs = [in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)]
+    answers = [job.result() for job in jobs]
+    failed = [answer for answer in answers if isinstance(answer, WeightSyncError)]
     if len(failed) == 1:
         raise failed[0]
     if failed:
@@ -77,6 +57,7 @@ def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
         kind = type(failed[0]) if len(set(map(type, failed))) == 1 else EngineError
         what = f"{causes}; {len(failed)} of {len(answers)} engines did not describe themselves"
         raise kind(what, expected=failed[0].expected, hint=failed[0].hint)
+    return [answer for answer in answers if isinstance(answer, EngineInfo)]
 
 
 def connect(
@@ -84,7 +65,6 @@ def connect(
     timeout_s: float = _TIMEOUT_S,
     api_key: Keys = None,
     data_parallel_size: int = 1,
-    missing: str = "raise",
     members: Members | None = None,
     **settings: Any,
 ) -> Pool:
@@ -95,9 +75,6 @@ def connect(
         timeout_s: deadline of each short call, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
         data_parallel_size: how many consecutive addresses are servers of one deployment; see `Pool`.
-        missing: ``"raise"``, or ``"lose"``: engines that do not answer join the pool as lost and come back when they
-            answer (see `Pool`). They are assumed to be of the same kind as the others; if the others are of several
-            kinds, or none answers, the error is raised. An answer that describes no engine always raises.
         members: returns the addresses of the engines that should take part, and is asked now and before each update, in
             place of ``addresses``; there need be no engine yet.
         settings: for each engine's client, such as ``pause_mode``.
@@ -106,41 +83,14 @@ def connect(
         ConfigError: an engine's kind has no client, or the client does not take these settings.
         EngineError, DeadlineError: as for `discover`.
     """
-    if missing not in ("raise", "lose"):
-        raise ConfigError(f"missing cannot be {missing!r}", expected="'raise' or 'lose'")
-    answers = _answers(addresses, timeout_s, api_key) if addresses or members is None else {}
-    kinds = {answer.kind for answer in answers.values() if isinstance(answer, EngineInfo)}
-    if missing == "raise" or len(kinds) != 1 or any(isinstance(one, EngineRefusedError) for one in answers.values()):
-        _raise(answers)
+    infos = discover(*addresses, timeout_s=timeout_s, api_key=api_key) if addresses or members is None else []
     settings = {"timeout_s": timeout_s, "api_key": api_key, **settings}
-    made = [
-        engines.make(answer.kind if isinstance(answer, EngineInfo) else min(kinds), url=url, **settings)
-        for url, answer in answers.items()
-    ]
+    made = [engines.make(info.kind, url=info.url, **settings) for info in infos]
     make = partial(discovered, **settings)
     pool = Pool(made, data_parallel_size=data_parallel_size, members=members, make=make)
-    for engine, answer in zip(made, answers.values(), strict=True):
-        if isinstance(answer, WeightSyncError):
-            pool.lose(engine, answer)
     if members is not None:
         pool.reconcile(timeout_s)
     return pool
-
-
-class _Questions(HTTPSession):
-    """Caches the answers to GET requests, which the ``describe`` of each `Make` may repeat."""
-
-    def __init__(self, url: str, **settings: Any) -> None:
-        super().__init__(url, **settings)
-        self._answers: dict[tuple[str, str], Answer] = {}
-
-    def call(self, method: str, route: str, body: Any = None, **how: Any) -> Answer:
-        if method != "GET":
-            return super().call(method, route, body, **how)
-        question = route, str(how.get("query"))
-        if question not in self._answers:
-            self._answers[question] = super().call(method, route, **how)
-        return self._answers[question]
 
 
 def _describe(http: HTTPSession) -> EngineInfo:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError, why
@@ -172,7 +171,6 @@ def _embedded(url: str, answer: Mapping[str, Any]) -> ServerInfo:
 
 
 def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
-    is_set = partial(_flag, url, answer)
     mode, copies = str(answer.get("disaggregation_mode")), str(answer.get("weight_cache_mode") or "off")
     info = _engine(
         url,
@@ -181,16 +179,16 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         answer,
         role=mode if mode in ("prefill", "decode") else None,
         port=answer.get("disaggregation_bootstrap_port"),
-        replicas=not is_set("enable_dp_attention"),
+        replicas=answer.get("enable_dp_attention") is not True,
     )
     # SGLang gives every stage and replica the same ranks, and exits when cached copies of its weights become stale
     takes_broadcasts = info.pp_size == info.dp_size == 1 and copies == "off"
     return ServerInfo(
         info=replace(info, transports=STOCK if takes_broadcasts else STOCK[:1]),
         dtype=_dtype(answer),
-        stores_keys=bool(answer.get("hicache_storage_backend")) or is_set("enable_lmcache"),
+        stores_keys=bool(answer.get("hicache_storage_backend")) or answer.get("enable_lmcache") is True,
         copies="" if copies == "off" else copies,
-        has_backup=is_set("enable_weights_cpu_backup"),
+        has_backup=answer.get("enable_weights_cpu_backup") is True,
     )
 
 
@@ -217,7 +215,6 @@ def _engine(
     given = ((name, sizes.get(name), sizes.get(longer)) for name, longer in _AXES.items())
     tp, pp, dp = (_count(url, name, size if size is not None else other) for name, size, other in given)
     workers = tp * pp * (dp if replicas else 1)
-    is_port = role == "prefill" and type(port) is int and 1 <= port <= 65535
     return EngineInfo(
         url=url,
         kind=kind,
@@ -228,7 +225,7 @@ def _engine(
         dp_size=dp,
         world_size=workers,
         transports=transports,
-        bootstrap_port=port if is_port else None,
+        bootstrap_port=port if role == "prefill" and isinstance(port, int) else None,
         **{name: str(facts.get(name) or "") for name in ("version", "model", "weight_version")},
     )
 
@@ -250,18 +247,6 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _dtype(model: Mapping[str, Any]) -> str:
     return str(model.get("dtype") or "").removeprefix("torch.")
-
-
-def _flag(url: str, answer: Mapping[str, Any], name: str) -> bool:
-    """Return a switch from an engine's answer; False if it is missing."""
-    value = answer.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise EngineRefusedError(
-            f"{url} reports that its {name} is {str(value)[:80]!r}",
-            expected="true or false",
-            hint="check that this is an engine's address",
-        )
-    return bool(value)
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
