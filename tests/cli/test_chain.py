@@ -56,24 +56,6 @@ def test_what_somebody_began_to_write_is_no_version(root, capsys):
     assert [row["version"] for row in found["versions"]] == [1, 2, 3, 4] and found["incomplete"] == [5]
 
 
-def test_show_lists_the_tensors_of_a_version(root, capsys):
-    found = asked(capsys, "show", root, 2)
-    assert [(row["name"], row["changed"]) for row in found["tensors"]] == [("a", 1), ("b", 0)]
-    assert [(row["encoding"], row["file"]) for row in found["tensors"]] == [("ulp", "delta-00001.bin"), (None, None)]
-    assert "version 9" in asked(capsys, "show", root, 9, status=2)["error"]
-
-
-@pytest.mark.parametrize(
-    ("encoding", "file"),
-    [("xor", "model-00000-of-00001.safetensors"), ("deltas", "rank0000_flush000000.safetensors")],
-)
-def test_show_says_in_which_file_of_another_layout_a_tensor_lies(tmp_path, capsys, encoding, file):
-    published(tmp_path / "root", 2, encoding=encoding, keyframe_every=0)
-    first, *_, last = asked(capsys, "show", tmp_path / "root", 2)["tensors"]
-    assert (first["encoding"], first["file"]) == (encoding, file) and first["changed"] > 0
-    assert (last["encoding"], last["file"], last["changed"]) == (None, None, 0)
-
-
 def test_verify_recomputes_and_names_what_is_damaged(root, capsys):
     assert asked(capsys, "verify", root)["damaged"] == []
     file = root / "weight_v000003" / "model.safetensors"
@@ -196,10 +178,3 @@ def test_a_full_version_of_slime_is_materialized_with_the_files_beside_it(tmp_pa
     (folder(tmp_path / "root", 1) / "config.json").write_bytes(b"{}")
     asked(capsys, "materialize", tmp_path / "root", 1, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
-
-
-def test_diff_says_which_tensors_changed_and_how_much(root, capsys):
-    found = asked(capsys, "diff", root, 1, 4)
-    assert found["tensors"] == [{"name": "a", "changed": 1, "elements": 100, "density": 0.01}]
-    assert found["density"] == 1 / 150
-    assert asked(capsys, "diff", root, 2, 2)["tensors"] == []

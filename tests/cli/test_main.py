@@ -15,7 +15,7 @@ from torchrl_ext.rpc import discovery
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.versions.others import Reader
 
-ACTIONS = [["chain", name] for name in ("ls", "show", "verify", "gc", "materialize", "diff")]
+ACTIONS = [["chain", name] for name in ("ls", "verify", "gc", "materialize")]
 ACTIONS += [["bench", name] for name in ("transport", "delta")]
 
 
@@ -76,9 +76,8 @@ def test_a_wrong_word_is_answered_with_the_one_that_was_likely_meant(line, meant
     ("line", "status", "kind"),
     [
         ("chain", 2, "UsageError"),
-        ("chain show ROOT", 2, "MissingParameter"),
-        ("chain show ROOT one", 2, "BadParameter"),
-        ("chain show ROOT 9", 2, "ConfigError"),
+        ("chain materialize ROOT", 2, "MissingParameter"),
+        ("chain materialize ROOT one out", 2, "BadParameter"),
         ("chain ls ROOT/nowhere", 2, "ConfigError"),
         ("push ROOT/nowhere --engines a:1 b:1", 2, "ConfigError"),
         ("push --engines 127.0.0.1:9 127.0.0.1:10 CHECKPOINT", 3, "EngineUnreachableError"),

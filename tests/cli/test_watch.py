@@ -1,7 +1,6 @@
 """``torchrl-ext watch``: what it says of engines and roots while a trainer changes them."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.processes import COMMAND
 from tests.terminals import on_terminal
 from torchrl_ext.cli.chain import VERSION_HEAD
 from torchrl_ext.cli.main import main
-from torchrl_ext.cli.watch import Watch, spark
+from torchrl_ext.cli.watch import Watch
 from torchrl_ext.serving.processes import free_port
 
 
@@ -61,13 +60,7 @@ def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleep
     assert first.state == "paused" and first.pause_s > 0
     client.resume()
     (first, gone), _ = next(looks)
-    assert first.state == "serving" and first.pauses_s == (first.pause_s,) and first.pause_s > 0
-    client.pause()
-    next(looks)
-    client.resume()
-    (first, gone), _ = next(looks)
-    assert len(first.pauses_s) == 2 and first.pauses_s[1] == first.pause_s
-    assert first.lags[:2] == (None, 0) and {*gone.lags} == {None}
+    assert first.state == "serving" and first.pause_s > 0
     sender.shutdown()
     client.close()
     watch.close()
@@ -89,7 +82,7 @@ def test_it_prints_one_document_or_tables(engine, tmp_path, capsys):
     assert f"{tmp_path / 'empty'}  there is nothing here yet\n" in shown and f"{engine.url}  " in shown
 
 
-def test_a_terminal_of_80_columns_shows_charts_and_whole_addresses(engine, tmp_path, capsys):
+def test_a_terminal_of_80_columns_shows_whole_addresses(engine, tmp_path):
     root, weights = tmp_path / ("a" * 30) / "updates", {"w": torch.zeros(1000)}
     transport = tx.make_transport("delta", root=root)
     for changed in (0, 10, 500):
@@ -103,9 +96,7 @@ def test_a_terminal_of_80_columns_shows_charts_and_whole_addresses(engine, tmp_p
     assert max(map(len, lines)) <= 80 and any(line.startswith(f"{engine.url}  serving") for line in lines)
     words = " ".join(shown.split())
     assert f"http://{absent}: [Errno 111] Connect call failed" in words  # wrapped, and not cut
-    assert str(root) in shown.replace("\r\n", "") and any(re.fullmatch(r" +bytes K[▁-█]{2}", line) for line in lines)
-    assert VERSION_HEAD in shown and len(VERSION_HEAD) < 80
-    assert main(["watch", *watched]) == 0 and not {*"▁▂▃█"} & {*capsys.readouterr().out}  # a pipe gets plain lines
+    assert str(root) in shown.replace("\r\n", "") and VERSION_HEAD in shown and len(VERSION_HEAD) < 80
 
 
 def test_a_directory_without_a_slash_is_a_root(tmp_path, monkeypatch):
@@ -114,11 +105,6 @@ def test_a_directory_without_a_slash_is_a_root(tmp_path, monkeypatch):
     watch = Watch(["feat", "127.0.0.1:1"], api_key=None, timeout_s=5.0, versions=8)
     engines, roots = next(watch.looks(0.05, 1))
     assert [root["root"] for root in roots] == ["feat"] and [one.engine for one in engines] == ["127.0.0.1:1"]
-
-
-def test_a_spark_is_a_bar_per_value_up_to_the_largest():
-    assert spark([0, 1, 2, 4, 8, None]) == "▁▂▃▅█·"
-    assert spark([0, 0]) == "▁▁" and spark([None]) == "·" and spark([]) == ""
 
 
 def test_numbers_that_make_no_sense_are_refused(capsys):

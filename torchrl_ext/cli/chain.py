@@ -74,42 +74,6 @@ def version_line(row: Mapping[str, Any]) -> str:
 
 
 @app.command()
-def show(root: Root, version: Version, base: Base = None, storage_option: StorageOption = None) -> int:
-    """Show one version and its tensors.
-
-    Example: `torchrl-ext chain show /shared/updates 12`
-    """
-    from torchrl_ext.types import dtype_name
-
-    reader = _reader(root, base, storage_option)
-    try:
-        document = reader.summary(version)
-    except FileNotFoundError:
-        raise ConfigError(f"{reader.store.url} holds no version {version}") from None
-    found = reader.chain.version(version)
-    full, delta = found.full, found.delta
-    tensors = []
-    for meta in found.params:
-        tensor: dict[str, Any] = {"name": meta.name, "dtype": dtype_name(meta.dtype), "shape": list(meta.shape)}
-        tensor |= dict.fromkeys(("changed", "encoding", "file", "digest"))
-        if delta is not None:
-            changed = int(delta.changed[delta.table.number[meta.name]])
-            tensor |= {"changed": changed, "digest": delta.hex_digests.get(meta.name)}
-            if changed:
-                blocks, placed = delta.blocks_of(meta.name), delta.placed.get(meta.name)
-                used = set(blocks["codec"]) if placed is None else range(len(delta.codecs))
-                names = {delta.codecs[codec]["name"] for codec in used}
-                files = dict.fromkeys([*delta.files][file] for file in blocks["file"])
-                files = files if placed is None else {placed.file: None}
-                tensor |= {"encoding": ", ".join(sorted(names)), "file": ", ".join(files)}
-        tensors.append(tensor)
-    document |= {"files": {**(full.files if full else {}), **(delta.files if delta else {})}, "tensors": tensors}
-    lines = [version_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]
-    lines += [f"    {t['name']}  {t['dtype']}{t['shape']}  {t['changed'] or 0:,} changed" for t in tensors]
-    return answer(document, *lines)
-
-
-@app.command()
 def verify(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
     """Recompute every digest; the exit status is 1 if a version is damaged or cannot be checked.
 
@@ -214,40 +178,3 @@ def materialize(
             manifest = FullWriter(shard_bytes).write(draft, source, version, reader.chain.version(version).run_id)
     document = {"version": version, "path": str(folder), "bytes": sum(manifest.files.values())}
     return answer(document, f"version {version} is in {folder}, {document['bytes']:,} bytes")
-
-
-@app.command()
-def diff(
-    root: Root,
-    a: Annotated[int, typer.Argument(metavar="A")],
-    b: Annotated[int, typer.Argument(metavar="B")],
-    base: Base = None,
-    storage_option: StorageOption = None,
-) -> int:
-    """Show which tensors differ between two versions, and by what share of their elements.
-
-    Example: `torchrl-ext chain diff /shared/updates 11 12`
-    """
-    from torchrl_ext.codecs import patch
-    from torchrl_ext.types import ParamMeta
-
-    reader = _reader(root, base, storage_option)
-    new, total, changed = dict(reader.tensors(b)), 0, 0
-    rows: list[dict[str, Any]] = []
-    for name, tensor in reader.tensors(a):
-        meta, other = ParamMeta.of(name, tensor), new.pop(name, None)
-        if other is None or ParamMeta.of(name, other) != meta:
-            rows.append({"name": name, "changed": None, "elements": meta.numel, "density": None})
-            continue
-        count = patch.diff(meta, tensor, other.contiguous()).changed
-        total, changed = total + meta.numel, changed + count
-        if count:
-            rows.append({"name": name, "changed": count, "elements": meta.numel, "density": count / meta.numel})
-    rows += [
-        {"name": name, "changed": None, "elements": tensor.numel(), "density": None} for name, tensor in new.items()
-    ]
-    density = changed / max(1, total)
-    shares = ["another parameter" if row["density"] is None else f"{row['density']:.4%}" for row in rows]
-    lines = [f"{row['name']}  {share}" for row, share in zip(rows, shares, strict=True)]
-    document = {"a": a, "b": b, "density": density, "changed": changed, "tensors": rows}
-    return answer(document, *lines, f"{changed:,} of {total:,} elements, {density:.4%}")

@@ -20,7 +20,7 @@ from torchrl_ext.cli.chain import VERSION_HEAD, version_line
 from torchrl_ext.cli.frame import APIKey, answer, as_json
 from torchrl_ext.errors import ConfigError, WeightSyncError
 
-__all__ = ["EngineLook", "Watch", "app", "spark"]
+__all__ = ["EngineLook", "Watch", "app"]
 
 _COLOURS = {"serving": "green", "paused": "yellow", "asleep": "yellow", "unreachable": "bold red"}
 
@@ -38,8 +38,6 @@ class EngineLook:
         other_run: its version is newer than every one of the roots, so that it has it from somewhere else.
         updates: changes of its version since watching began.
         pause_s: how long its last pause was seen, in seconds; no finer than the interval between two looks.
-        pauses_s: the last pauses that were seen, in seconds, the newest last.
-        lags: the lag at each of the last looks, the newest last; None where it is not known.
         error: why it could not be asked.
     """
 
@@ -51,13 +49,8 @@ class EngineLook:
     other_run: bool = False
     updates: int = 0
     pause_s: float = 0.0
-    pauses_s: tuple[float, ...] = ()
-    lags: tuple[int | None, ...] = ()
     error: str | None = None
 
-
-_BARS = "▁▂▃▄▅▆▇█"
-_KEPT = 24  # values in a chart
 
 app = Typer()
 
@@ -78,10 +71,8 @@ def watch(
 ) -> int:
     """Show versions, bytes, pauses, lag and state of roots and engines, live.
 
-    Shows what is published, what each engine serves, how far it is behind, and whether it is paused. In a terminal,
-    small charts show how lag and pauses of each engine and the bytes of each root's versions changed; K is a keyframe.
-    Only questions are asked; nothing is changed. A pipe gets plain lines for each look, and --json the last look.
-    Ctrl-C ends it.
+    Shows what is published, what each engine serves, how far it is behind, and whether it is paused. Only questions are
+    asked; nothing is changed. A pipe gets plain lines for each look, and --json the last look. Ctrl-C ends it.
 
     Example: `torchrl-ext watch host1:8000 host2:8000 /shared/updates`
     """
@@ -92,7 +83,7 @@ def watch(
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if on_screen else None
         for rows, roots in seen.looks(interval_s, looks or (1 if as_json.get() else None)):
             if live is not None:
-                live.update(Group(*_lines(rows, roots, charts=True)), refresh=True)
+                live.update(Group(*_lines(rows, roots)), refresh=True)
             elif not as_json.get():
                 answer({}, *_lines(rows, roots))
     return answer({"engines": [asdict(row) for row in seen.engines], "roots": seen.roots})
@@ -172,12 +163,9 @@ class Watch:
         state = (
             "asleep" if rest.asleep else "unknown" if rest.paused is None else "paused" if rest.paused else "serving"
         )
-        now, pause_s, pauses_s = time.monotonic(), before.pause_s, before.pauses_s
+        pause_s = before.pause_s
         if state == "paused":
-            if url not in self._paused_since:
-                self._paused_since[url], pauses_s = now, (*pauses_s, 0.0)
-            pause_s = now - self._paused_since[url]
-            pauses_s = (*pauses_s[:-1], pause_s)[-_KEPT:]
+            pause_s = time.monotonic() - self._paused_since.setdefault(url, time.monotonic())
         else:
             self._paused_since.pop(url, None)
         return replace(
@@ -187,7 +175,6 @@ class Watch:
             version=info.weight_version,
             updates=before.updates + (before.kind != "" and info.weight_version != before.version),
             pause_s=pause_s,
-            pauses_s=pauses_s,
             error=None,
         )
 
@@ -201,7 +188,7 @@ class Watch:
             lag = newest - served[look.engine] if look.engine in served else None
             other_run = lag is not None and lag < 0
             lag = None if other_run else lag
-            self.engines[at] = replace(look, lag=lag, other_run=other_run, lags=(*look.lags, lag)[-_KEPT:])
+            self.engines[at] = replace(look, lag=lag, other_run=other_run)
 
 
 def _is_root(target: str) -> bool:
@@ -209,33 +196,8 @@ def _is_root(target: str) -> bool:
     return scheme not in ("http", "https") if separator else "/" in target or os.path.isdir(target)
 
 
-def spark(values: Sequence[float | None]) -> str:
-    """Return a bar of one to eight eighths for each value, up to the largest; a dot for None."""
-    most = max((value for value in values if value is not None), default=0) or 1
-    return "".join("·" if value is None else _BARS[round((len(_BARS) - 1) * value / most)] for value in values)
-
-
-def _charts(one: EngineLook) -> str:
-    charts = [("lag", one.lags), ("pause", one.pauses_s)]
-    return "  ".join(f"{name} {spark(values)}" for name, values in charts if any(values))
-
-
-def _bytes_chart(versions: Sequence[Mapping[str, Any]]) -> str:
-    """Return a chart of the deltas' bytes, with a K for each keyframe without one; of keyframes if all are."""
-    deltas = [row["bytes"] for row in versions]
-    bars = spark(deltas if any(deltas) else [row["keyframe_bytes"] for row in versions])
-    if any(deltas):
-        bars = "".join(bar if nbytes else "K" for nbytes, bar in zip(deltas, bars, strict=True))
-    return f"bytes {bars}"
-
-
-def _lines(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]], *, charts: bool = False) -> Iterator[Text]:
-    """Yield a line per engine, root and version; none is cut, so that addresses and paths stay whole.
-
-    Args:
-        looks, roots: as `Watch` has them.
-        charts: add a line below each engine and root that shows how it changed.
-    """
+def _lines(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Yield a line per engine, root and version; none is cut, so that addresses and paths stay whole."""
     width = max((len(one.engine) for one in looks), default=0)
     for one in looks:
         behind = "other run" if one.other_run else "" if one.lag is None else f"behind {one.lag}"
@@ -244,11 +206,7 @@ def _lines(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]], *, c
         words = (one.kind, version, behind, f"{one.updates} updates", pause, one.error)
         state = (f"{one.state:<12}", _COLOURS.get(one.state, "yellow"))
         yield Text.assemble(f"{one.engine:<{width}}  ", state, "  ".join(filter(None, words)))
-        if charts and (chart := _charts(one)):
-            yield Text(f"    {chart}")
     for root in roots:
         yield Text.assemble((root["root"], "bold"), (f"  {root['error']}" if "error" in root else "", "bold red"))
-        if charts and root.get("versions"):
-            yield Text(f"    {_bytes_chart(root['versions'])}")
         rows = [version_line(row) for row in reversed(root.get("versions", ()))]
         yield from map(Text, [VERSION_HEAD, *rows] if rows else ())
