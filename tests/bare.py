@@ -8,8 +8,6 @@ import torchrl_ext
 
 EXTRAS = {
     "torchrl_ext.cli": "cli",
-    "torchrl_ext.compat.slime.embedded": "embedded",
-    "torchrl_ext.compat.slime.routes": "embedded",  # or in an engine, which has starlette
     "torchrl_ext.configs": "hydra",
     "torchrl_ext.embedded": "embedded",
     "torchrl_ext.plugins.sglang": "sglang",

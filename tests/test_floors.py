@@ -59,7 +59,7 @@ ENGINE_MODULES = [
     "torchrl_ext.plugins.vllm.register",
     "torchrl_ext.plugins.sglang.register",
     "torchrl_ext.sync.receiver",
-    "torchrl_ext.sync.published",
+    "torchrl_ext.sync.update_from_disk",
     "torchrl_ext.weights.checkpoint",
     "torchrl_ext.transports.memory",
     "torchrl_ext.transports.disk",

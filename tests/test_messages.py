@@ -49,7 +49,6 @@ VALUES = {
     Info: OBJECTS,
     list[Any]: st.lists(JSON, max_size=2),
     messages.Digests: st.dictionaries(WORDS, WORDS, max_size=3),
-    messages.Files: st.lists(WORDS, min_size=1, max_size=3),
     Params: st.lists(
         st.builds(ParamMeta, WORDS, st.sampled_from([torch.bfloat16, torch.int8]), SHAPES), max_size=3
     ).map(tuple),
@@ -130,7 +129,6 @@ def test_what_a_transport_tells_its_worker_ends_travels_as_it_is():
         (JOIN, {"compares": 1}, r"Expected `bool`, got `int` - at `\$.compares`"),
         (REHEARSE, {"how": "once\n"}, r"once\|never\|always.* at `\$.how`"),
         (PREFETCH, {"part": {"base": 6, "names": []}}, r"length >= 1 - at `\$.part.names`"),
-        (PREFETCH, {"files": ["x"], "part": {"base": 6, "names": ["w"]}}, "`files` or `part`, got both"),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_is_named_with_its_bound(message, change, words):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT", "NOBODY", "REPLACED", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load", "Message",
-    "Poll", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Start", "State", "Verify",
+    "Poll", "Prefetch", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Start", "State", "Verify",
     "WeightsLost", "WorldSize", "partial_version", "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
@@ -43,7 +43,6 @@ NOBODY = "no sender has joined"
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Digests = dict[str, str]
-Files = Annotated[list[str], msgspec.Meta(min_length=1)]
 RehearsePolicy = Annotated[str, msgspec.Meta(pattern=r"^(once|never|always)\Z")]
 WeightsLost = Annotated[str, msgspec.Meta(pattern=r"^(gone|reloaded)\Z")]
 
@@ -195,55 +194,14 @@ class Prefetch(Connected, frozen=True, kw_only=True):
     Attributes:
         version: the version to stage.
         part: for a partial update, the tensors that it sends and the version that it builds on; None for all tensors.
-        files: names of the version's files to stage now, if they are announced one by one; None for all files.
-        label: label of the weights in service, which names the version that ``files`` build on.
     """
 
     version: Count
     part: Part | None = None
-    files: Files | None = None
-    label: Text | None = None
-
-    def __post_init__(self) -> None:
-        if self.files is not None and self.part is not None:
-            raise ValueError("Expected `files` or `part`, got both")
-
-
-class Pull(Message, frozen=True, kw_only=True):
-    """Tells workers to update a checkpoint on their host to a published version, while the engine serves; see `Poll`.
-
-    The workers do not load it (`torchrl_ext.versions.others.LocalCheckpoint`).
-
-    Attributes:
-        source: directory of the published versions.
-        directory: the checkpoint directory on each worker's host.
-        version: the version number; 0 is the checkpoint that the engine was started with.
-    """
-
-    source: Text
-    directory: Text
-    version: Count
-
-    @classmethod
-    def of(cls, body: Any) -> Pull:
-        """Make the message from the body of ``POST /pull_weights``.
-
-        Raises:
-            ConfigError: a field is missing or has the wrong type; the message names it.
-        """
-        names = {"source": "source_dir", "directory": "local_checkpoint_dir", "version": "target_version"}
-        body = body if isinstance(body, Mapping) else {}
-        return cls.from_json({own: body[theirs] for own, theirs in names.items() if theirs in body})
 
 
 class Poll(Connected, frozen=True, kw_only=True):
-    """Asks whether a `Join` or `Prefetch` has ended; the answer has ``working: true`` until every worker is done.
-
-    Attributes:
-        pull: ask about the last `Pull` instead, which runs independently of those.
-    """
-
-    pull: bool = False
+    """Asks whether a `Join` or `Prefetch` has ended; the answer has ``working: true`` until every worker is done."""
 
 
 class Start(Connected, frozen=True, kw_only=True):

@@ -51,10 +51,6 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"update_weight_transport": "sharded", "colocate": True}, "to engines on other devices"),
         ({"update_weight_transport": "sharded", "update_weight_disk_dir": "/s"}, "'sharded' writes no files"),
         ({"update_weight_disk_keep_files": True}, "writes no files"),
-        (
-            {"update_weight_local_checkpoint_dir": "/local"},
-            "dir is set, and transport 'nccl' writes no files",
-        ),
         ({"update_weight_transport": "disk", "update_weight_disk_dir": "s3://bucket/a"}, "object store"),
         ({"update_weight_encoding": "morse"}, "deltas_zstd"),
         ({"update_weight_delta_checksum": "crc"}, "'adler32'"),
@@ -95,7 +91,6 @@ FILES = {"root": "/s", "keep_files": False}
         ({"colocate": True}, "ipc", {}),
         ({"update_weight_transport": "sharded"}, "sharded", {}),
         ({**DISK, "update_weight_disk_keep_files": True}, "disk", {"root": "/s", "keep_files": True}),
-        ({**DISK, "update_weight_local_checkpoint_dir": "/nvme"}, "disk", FILES | {"local_dir": "/nvme"}),
         ({**DISK, "update_weight_mode": "delta"}, "delta", DELTA | FILES),
         (
             {"update_weight_mode": "delta", "update_weight_encoding": "indices"},

@@ -6,6 +6,8 @@ import sys
 import httpx
 import psutil
 import pytest
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.models import PROMPT, greedy, tiny_checkpoint
@@ -71,17 +73,18 @@ def run(monkeypatch):
     return run
 
 
-SLIMES = "torchrl_ext.compat.slime.embedded:routes"
+def routes(engine):
+    return [Route("/more", lambda request: Response())]
 
 
-def test_routes_of_others_are_served_where_the_command_names_them(run, checkpoint, caplog):
-    for options, there in (((), False), (("--routes", SLIMES), True)):
+def test_more_routes_are_served_where_the_command_names_them(run, checkpoint, caplog):
+    for options, there in (((), False), (("--routes", "tests.embedded.test_process:routes"), True)):
         status, ((app, settings),) = run(checkpoint, *options, "--host", "0.0.0.0")
         assert (status, settings["host"], settings["port"]) == (0, "0.0.0.0", 7)
         assert settings["http"].__module__ == patient.__module__  # test_listening.py tells what it does
         with TestClient(app) as client:
             assert client.get("/health").status_code == 200
-            assert (client.get("/get_weight_version").status_code == 200) == there
+            assert (client.get("/more").status_code == 200) == there
     assert f"set {API_KEY_VARIABLE}" in caplog.text  # strangers reach such an address
 
 

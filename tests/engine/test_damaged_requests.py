@@ -14,8 +14,7 @@ from torchrl_ext.routes import CHANNEL
 
 pytestmark = pytest.mark.engine
 
-LOAD = {"model_path": "/nothing/weight_v000003", "load_format": "delta", "weight_version": "3", "files": ["a"]}
-PULL = {"local_checkpoint_dir": "/nothing/local", "source_dir": "/nothing", "target_version": 3}
+LOAD = {"model_path": "/nothing/weight_v000003", "load_format": "delta", "weight_version": "3"}
 ACTIONS = ["", "no json", "[]", "{}", "[" * 100_000, f'{{"format": {FORMAT}, "kind": "poll", "connection": "\ud800"}}']
 
 
@@ -31,13 +30,10 @@ def damaged_message(chance):
 
 def of_vllm(chance):
     message = damaged_message(chance)
-    pull = {"method": "pull_weights", "kwargs": worse_json(PULL, chance)}
     return [
         ("/init_weight_transfer_engine", {"init_info": message}),
         ("/update_weights", {"update_info": message}),
         ("/update_weights_from_disk", worse_json(LOAD, chance) | {"load_format": "delta"}),
-        ("/pull_weights", worse_json(PULL, chance)),
-        ("/collective_rpc", pull),
     ]
 
 
@@ -48,7 +44,6 @@ def of_sglang(chance):
         ("/weights_checker", {"action": CHANNEL + text[: chance.randrange(len(text))]}),
         ("/weights_checker", {"action": CHANNEL + chance.choice(ACTIONS)}),
         ("/update_weights_from_disk", worse_json(LOAD, chance) | {"load_format": "delta"}),
-        ("/pull_weights", worse_json(PULL, chance)),
     ]
 
 

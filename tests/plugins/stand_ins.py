@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, held, model):
         self.held, self.model = held, str(model)
-        self.end = WorkerEnd(TensorsLoader(held), rank=0, workers=1, agree=lambda words: [words], base=self.model)
+        self.end = WorkerEnd(TensorsLoader(held), rank=0, workers=1, agree=lambda words: [words])
         self.paused, self.label, self.loaded, self.dropped = False, "0", [], 0
         self.hangs = self.fails = ""
         self.hanging, self.let_go = threading.Event(), threading.Event()
@@ -97,7 +97,7 @@ class VLLM(Engine):
         if method == "start_weight_update":
             assert not self.open, "start_weight_update called while a weight update is already active"
         self.open = method == "start_weight_update" or (self.open and method != "finish_weight_update")
-        if method in ("pull_weights", "finish_weight_update"):
+        if method == "finish_weight_update":
             return
         if method == "reload_weights":
             self.loaded.append(kwargs["weights_path"])
@@ -158,7 +158,7 @@ class SGLang(Engine):
 
     async def check_weights(self, request, *_):
         message = read(json.loads(request.action.removeprefix(CHANNEL)))
-        await self.reached("pull_weights" if message.kind == "pull" else message.kind)
+        await self.reached(message.kind)
         self.dropped += isinstance(message, Flush)
         try:
             answer = {"flushed": True} if isinstance(message, Flush) else self.end.handle(message)

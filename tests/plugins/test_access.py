@@ -21,8 +21,8 @@ from torchrl_ext.routes import bears_key
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
 from torchrl_ext.sync.inspection import inspect
+from torchrl_ext.sync.update_from_disk import _located
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import API_KEY_VARIABLE, ParamMeta
 from torchrl_ext.weights.source import as_source
@@ -162,11 +162,11 @@ def test_the_root_that_holds_a_named_version_has_to_be_admitted(monkeypatch, tmp
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "weight_v000001").symlink_to(version)
     monkeypatch.setenv(ROOTS_VARIABLE, str(tmp_path / "run"))
-    found, number = PublishedRoot.of_path(str(tmp_path / "elsewhere" / "weight_v000001"))
-    assert (found.root, number) == (str(tmp_path / "run"), 1)
+    chain, number = _located(str(tmp_path / "elsewhere" / "weight_v000001"))
+    assert (chain.store.url, number) == (str(tmp_path / "run"), 1)
     monkeypatch.setenv(ROOTS_VARIABLE, str(version))
     with pytest.raises(ConfigError, match=f"does not open {tmp_path / 'run'}"):
-        PublishedRoot.of_path(str(version))
+        _located(str(version))
 
 
 def test_a_refused_root_is_named_without_its_password():

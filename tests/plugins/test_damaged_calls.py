@@ -28,7 +28,6 @@ EVERY = [
     messages.Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
     messages.Rehearse(how="always", ask=True),
     messages.Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
-    messages.Pull(source="/x", directory="/y", version=7),
     messages.Poll(),
     messages.Start(bracketed=True),
     messages.Load(version=7, handoff={"path": "/x/weight_v000007"}),
@@ -136,21 +135,13 @@ VLLM = REGISTER.replace("plugin.register()\nplugin.register()", MADE + '''
 from tests.hostile import HOSTILE
 from tests.plugins.test_damaged_calls import damaged
 from torchrl_ext.errors import EngineError
-from torchrl_ext.plugins.vllm.register import _pull
 for last in (True, False):
     engine._is_last = last
-    parallel = Some(rank=0, world_size=1 if last else 2)
-    worker = Some(model_config=config.model_config, vllm_config=Some(parallel_config=parallel))
-    def pull(told):
-        given = told if isinstance(told, dict) else {"target_version": told}
-        answer = _pull(worker, told, **{str(name): value for name, value in given.items()})
-        assert not answer["success"]
     for told in damaged(2, 20):
         for step in (
             lambda: engine.init_transfer_engine(engine.parse_init_info(told)),
             lambda: engine.update_weights(told),
             lambda: engine.receive_weights(engine.parse_update_info(told)),
-            lambda: pull(told),
         ):
             try:
                 step()

@@ -13,7 +13,7 @@ from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
 from tests.transports.sharded_engine import Together as Agreeing
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import EngineError, NotConnectedError
+from torchrl_ext.errors import EngineError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import (
     Finish,
@@ -21,9 +21,7 @@ from torchrl_ext.messages import (
     Join,
     Poll,
     Prefetch,
-    Pull,
     Rehearse,
-    Reset,
     Seal,
     Start,
     Verify,
@@ -65,9 +63,9 @@ def engine():
         end.close()
 
 
-def idle(handle, **of):
+def idle(handle):
     def ask():
-        answers = handle(Poll(**of))
+        answers = handle(Poll())
         return None if {"working": True} in answers else answers
 
     return Deadline(WAIT_S).poll(ask)
@@ -190,51 +188,6 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
         held[1].weight.zero_()
     assert send(4) == [{}, {}]
     assert all(torch.equal(module.weight, policy.weight) for module in held)
-    transport.shutdown()
-
-
-@pytest.fixture
-def pulls(monkeypatch):
-    """Pulls that go on until they are let go on; returns their versions, and what lets them."""
-    begun, going = [], threading.Event()
-
-    def pull(message, base):
-        begun.append(message.version)
-        assert going.wait(WAIT_S)
-        assert message.version < 9
-
-    monkeypatch.setattr("torchrl_ext.sync.worker_end.pull", pull)
-    yield begun, going
-    going.set()
-
-
-def test_a_pull_goes_on_beside_staging_and_loading_and_another_one_is_refused_until_it_is_over(engine, pulls):
-    ends, _, handle = engine
-    (begun, going), staged = pulls, []
-    for end in ends:
-        end.receiver.prefetch = lambda told: staged.append(told.version)
-    message, other = (Pull(source="/root", directory="/local", version=version) for version in (1, 9))
-    assert handle(message) == handle(message) == [{}, {}]
-    assert handle(Prefetch(version=7)) == [{}, {}] and idle(handle) == [{}, {}] and staged == [7, 7]
-    assert handle(Reset(weights="reloaded")) == [{}, {}]
-    assert handle(Poll(pull=True)) == [{"working": True}] * 2
-    assert all("another pull is running" in str(error) for error in handle(other))
-    going.set()
-    assert idle(handle, pull=True) == [{}, {}] == handle(Poll(pull=True)) and begun == [1, 1]
-    assert handle(other) == [{}, {}]
-    assert all("AssertionError" in str(error) for error in [*idle(handle, pull=True), *handle(Poll(pull=True))])
-    assert handle(message) == [{}, {}] and idle(handle, pull=True) == [{}, {}]
-
-
-def test_a_worker_that_closes_waits_for_no_pull(engine, pulls):
-    ends, _, handle = engine
-    transport = tx.MemoryTransport()
-    assert handle(invitation(transport, nn.Linear(3, 2), 2)) == [{}, {}] and idle(handle) == [{}, {}]
-    assert handle(Pull(source="/root", directory="/local", version=1)) == [{}, {}]
-    for end in ends:
-        end.close()
-        with pytest.raises(NotConnectedError):
-            end.receiver.prefetch(Prefetch(version=1))
     transport.shutdown()
 
 

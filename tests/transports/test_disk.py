@@ -15,7 +15,7 @@ import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import calling, python, running_python
 from tests.transports import disk_ends
-from tests.transports.disk_ends import everything, joined, publish, versions, weights
+from tests.transports.disk_ends import everything, publish, versions, weights
 from tests.transports.members import Interrupted, stop
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import StoreError
@@ -176,33 +176,3 @@ def stops_half_way(root):
     transport.send_weights(weights(1))
     transport.open(1, (), Deadline(WAIT_S))
     transport.send_weights(Interrupted(weights(1), 10, stop))
-
-
-class TestCopiesOnTheHost:
-    """``local_dir``: a version is copied to the engine's host while it serves, and loaded from there."""
-
-    def test_engines_load_from_one_copy_also_when_the_root_is_gone(self, tmp_path, root):
-        local = tmp_path / "nvme" / "copy"
-        trainer = tx.DiskTransport(root, local_dir=local)
-        workers = joined(trainer, 2)
-        local.parent.mkdir()
-        for version in (1, 2):
-            sent, files = weights(version), []
-            _, arrival = publish(trainer, sent, version)
-            for worker in workers:
-                worker.stage(version, None, Deadline(WAIT_S))
-                files.append({path.name: path.stat().st_ino for path in local.glob("*.safetensors")})
-            assert files[0] and files[0] == files[1]
-            shutil.rmtree(root / f"weight_v{version:06d}")
-            for worker in workers:
-                found = dict(worker.receive(arrival, {}, Deadline(WAIT_S)))
-                assert found.keys() == sent.keys() and all(same_bits(found[name], sent[name]) for name in sent)
-            state = json.loads((local / ".weight_sync/state.json").read_bytes())
-            assert state["version"] == f"{version:06d}"
-
-    def test_a_version_that_came_without_a_prefetch_is_copied_when_it_is_loaded(self, tmp_path, root):
-        trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root, local_dir=tmp_path / "copy")
-        trainer.send_weights("policy", weights(1))
-        found = worker.receive_weights(WAIT_S)
-        assert all(same_bits(found[name], tensor) for name, tensor in weights(1).items())
-        assert list((tmp_path / "copy").glob("*.safetensors"))

@@ -1,5 +1,7 @@
 """Serves vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
 
+``POST /update_weights_from_disk`` is that of `torchrl_ext.sync.update_from_disk`.
+
 ``GET /is_sleeping`` answers everything that a client checks before a pause: besides vLLM's ``is_sleeping``, the
 sleeping ``tags``, ``is_paused``, ``empty`` (weights were released) and ``whole`` (no update is open or half landed).
 """
@@ -27,6 +29,7 @@ from starlette.routing import BaseRoute, Route
 import torchrl_ext
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.embedded.loads import Reloadable
 from torchrl_ext.embedded.protocol import GenerateRequest, Token
 from torchrl_ext.errors import (
     ConfigError,
@@ -40,6 +43,7 @@ from torchrl_ext.messages import Start, State, read
 from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import Guard
 from torchrl_ext.sync.inspection import followed
+from torchrl_ext.sync.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.types import Info, decoded
 
 __all__ = ["make_app", "read_json"]
@@ -57,7 +61,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
 
     Args:
         api_key: bearer token that every route but ``/health`` requires; None requires none.
-        routes: additional routes, such as those that `torchrl_ext.compat` has for other trainers.
+        routes: additional routes.
     """
     scheduler, keys = engine.scheduler, [api_key] if api_key else []
 
@@ -122,6 +126,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
             message="Weight update finished",
         ),
     }
+    handlers[f"POST {PATH}"] = handler(DiskLoads(Reloadable(engine)).load, read_json)
     own = [Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in handlers.items()]
     return Starlette(
         routes=[*own, *routes],

@@ -31,7 +31,7 @@ def enable(tested: str, use: Callable[[], None]) -> None:
 
 
 def started_with(owner: Any, config: Any) -> str:
-    """Return the checkpoint that an engine was started with: an engine's own record is of what it loaded last.
+    """Return the checkpoint that an SGLang was started with: its own record is of what it loaded last.
 
     Args:
         owner: the engine's object that lives as long as its weights; it remembers the answer to the first call.
@@ -39,6 +39,5 @@ def started_with(owner: Any, config: Any) -> str:
     """
     from torchrl_ext.weights.checkpoint import revised
 
-    path = getattr(config, "model", None) or config.model_path  # vLLM's name, and SGLang's
-    start = revised(str(path), getattr(config, "revision", None))
+    start = revised(str(config.model_path), getattr(config, "revision", None))
     return str(vars(owner).setdefault("torchrl_ext_started_with", start))

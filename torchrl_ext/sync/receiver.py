@@ -263,8 +263,7 @@ class WeightReceiver:
             )
         self._expect(part)
         held = loader.position_digests if before.intact and isinstance(loader, Patchable) else None
-        label = message.label if before.intact else None  # weights that the engine loaded itself also have labels
-        changes = end.stage(version, held, self._deadline(), files=message.files, label=label)
+        changes = end.stage(version, held, self._deadline())
         if changes is not None:
             with self._comparing():
                 self._require_patchable().stage(changes)

@@ -2,7 +2,7 @@
 
 Joining a transport and staging a version wait for other processes, so they run in a thread: the engine keeps
 generating, and a missing trainer blocks nothing. `Poll` reports whether the thread is done. Workers agree after each
-step: if any of them failed, all raise the errors of all. A pull changes only files, and runs independently.
+step: if any of them failed, all raise the errors of all.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from torchrl_ext.deadline import in_thread
 from torchrl_ext.devices import recorded, settle, wait_for
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
 from torchrl_ext.routes import merged
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info
-from torchrl_ext.versions.others import local_checkpoint
 
-__all__ = ["WorkerEnd", "joined", "pull", "together", "words_of"]
+__all__ = ["WorkerEnd", "joined", "together", "words_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -48,7 +47,6 @@ class WorkerEnd:
         workers: number of these workers.
         agree: takes this worker's text; returns the texts of all workers that get the same messages, in order of rank.
         mode: returns the context manager to enter in background threads.
-        base: the checkpoint directory that the engine was started with.
     """
 
     def __init__(
@@ -59,16 +57,13 @@ class WorkerEnd:
         workers: int,
         agree: Callable[[str], list[str]],
         mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        base: str | None = None,
     ) -> None:
-        self._base, self._rank, self._workers, self._agree, self._mode = base, rank, workers, agree, mode
+        self._rank, self._workers, self._agree, self._mode = rank, workers, agree, mode
         self.receiver = WeightReceiver(loader, rank=rank)
         self._staging: Future[None] | None = None  # or joining
-        self._pulling: Future[None] | None = None
-        self._pulled: Pull | None = None
 
     def handle(self, message: Message) -> Info:
-        """Handle a message; for `Join`, `Prefetch` and `Pull`, only begin the work.
+        """Handle a message; for `Join` and `Prefetch`, only begin the work.
 
         Returns:
             The answer, JSON-safe and possibly empty.
@@ -91,10 +86,8 @@ class WorkerEnd:
             case Prefetch():
                 self.settle()
                 self._staging = self._begin(lambda: self.receiver.prefetch(message))
-            case Pull():
-                self._pull(message)
             case Poll():
-                return {"working": True} if self._is_working(pull=message.pull) else {}
+                return {"working": True} if self._is_working() else {}
             case Rehearse():
                 return self._rehearse(message)
             case Load():
@@ -115,7 +108,7 @@ class WorkerEnd:
         together(self._agree, *steps, on_failure=on_failure)
 
     def settle(self) -> None:
-        """Stop joining or staging on every worker; then no background thread touches the model. A pull goes on."""
+        """Stop joining or staging on every worker; then no background thread touches the model."""
         self.together(self._stop)
 
     def close(self) -> None:
@@ -152,20 +145,6 @@ class WorkerEnd:
             raise EngineError(f"the engine's workers hold different weights: {joined(told)}", hint="send them again")
         return {**answer, "workers": len(told)}
 
-    def _pull(self, message: Pull) -> None:
-        """Begin a pull, unless the same one is already running; raise EngineError if another one is, on any worker."""
-        going = self._pulling is not None and not self._pulling.done()
-        if not any(self._agree(_WORKING if going else "")):
-            self._pulling = self._begin(lambda: pull(message, self._base))
-            self._pulled = message
-        elif self._pulled != message:
-            raise EngineError(
-                f"another pull is running: {self._pulled}",
-                expected="one pull at a time, or the same pull again",
-                state="the running pull continues",
-                hint="try again when it has ended",
-            )
-
     def _begin(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work`` in a background thread."""
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -182,9 +161,9 @@ class WorkerEnd:
 
         return in_thread(aside, "torchrl_ext")
 
-    def _is_working(self, *, pull: bool) -> bool:
-        """Return whether any worker's pull or staging (or joining) still runs; raise EngineError if one failed."""
-        job = self._pulling if pull else self._staging
+    def _is_working(self) -> bool:
+        """Return whether any worker's staging (or joining) still runs; raise EngineError if one failed."""
+        job = self._staging
         if job is _OVER:
             return False  # polled again only because another replica of a data-parallel server is still working
         words, error = _WORKING, None
@@ -196,19 +175,15 @@ class WorkerEnd:
         told = self._agree(words)
         failures = ["" if said == _WORKING else said for said in told]
         if any(failures):
-            if not pull:
-                self.receiver.abort()  # this worker may wait for the failed ones
+            self.receiver.abort()  # this worker may wait for the failed ones
             if error is not None:
                 log.error("a background step failed on worker %d", self._rank, exc_info=error)
             raise EngineError(joined(failures))
         if any(told):
             return True
-        if pull:
-            self._pulling = _OVER
-        else:
-            self._staging = None
-            self.together(self.receiver.confirm)
-            self._staging = _OVER
+        self._staging = None
+        self.together(self.receiver.confirm)
+        self._staging = _OVER
         return False
 
     def _stop(self) -> None:
@@ -220,19 +195,6 @@ class WorkerEnd:
             self.receiver.abort()
             if not wait([job], _SETTLE_TIMEOUT_S).done:
                 raise DeadlineError(f"staging did not end within {_SETTLE_TIMEOUT_S:g} s", hint="restart the engine")
-
-
-def pull(message: Pull, base: str | None) -> None:
-    """Update a checkpoint on this host to a published version.
-
-    Args:
-        message: the source, the version and the checkpoint directory.
-        base: the checkpoint directory that the engine was started with.
-
-    Raises:
-        WeightSyncError: as `LocalCheckpoint.pull`.
-    """
-    local_checkpoint(message.directory, base).pull(message.source, message.version)
 
 
 def together(

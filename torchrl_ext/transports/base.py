@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -214,15 +214,7 @@ class Transport(ABC):
 class WorkerEnd(ABC):
     """A worker's end: `stage` and `receive` for each version, and `close`."""
 
-    def stage(
-        self,
-        version: int,
-        held: Callable[[], Mapping[str, str]] | None,
-        within: Deadline,
-        *,
-        files: Sequence[str] | None = None,
-        label: str | None = None,
-    ) -> Changes | None:
+    def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
         """Fetch, check and decode a version while the engine serves.
 
         Args:
@@ -230,8 +222,6 @@ class WorkerEnd(ABC):
             held: returns the digests of the model's tensors (`torchrl_ext.weights.digests`); None if the model may hold
                 parts of several versions, so that no change can build on it.
             within: deadline of each wait.
-            files: names of the files of one part, if the version arrives in parts; None for the whole version.
-            label: the label of the weights in service.
 
         Returns:
             The changes from the model's weights to the version; None if `receive` yields it in full.

@@ -22,17 +22,10 @@ from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.others import LocalCheckpoint, local_checkpoint
 
 __all__ = ["DiskTransport"]
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
-
-
-class Offer(Invitation, frozen=True, kw_only=True):
-    """The location of the versions; workers first copy them to ``local_dir`` on their host, if it is set."""
-
-    local_dir: str | None = None
 
 
 class DiskTransport(StandaloneTransport):
@@ -49,9 +42,6 @@ class DiskTransport(StandaloneTransport):
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They replace the source's files of the same names.
         seen_at: path under which workers access ``root``, if it differs.
-        local_dir: directory on each engine's host, to which a version is copied while the engine serves, and from which
-            it is then loaded (`torchrl_ext.versions.others`); shared by all engines of a host. None loads from
-            ``root``, as engines without our plugin always do.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -75,7 +65,6 @@ class DiskTransport(StandaloneTransport):
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         seen_at: str | os.PathLike[str] | None = None,
-        local_dir: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -83,7 +72,6 @@ class DiskTransport(StandaloneTransport):
         self._versions = Chain(self._store)
         self._keep_files = keep_files
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
-        self._local = None if local_dir is None else local_checkpoint(local_dir)
         self._full = FullWriter(shard_bytes, files)
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
@@ -96,8 +84,7 @@ class DiskTransport(StandaloneTransport):
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._store.own()
         self._connected = True
-        local = None if self._local is None else str(self._local.directory)
-        return Handoff(info={**self._shared.invite(), "root": str(self._seen_at), "local_dir": local})
+        return Handoff(info={**self._shared.invite(), "root": str(self._seen_at)})
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
@@ -138,18 +125,17 @@ class DiskTransport(StandaloneTransport):
 
     @cached_property
     def mailbox(self) -> DiskReader:
-        return DiskReader(self._store, self._local)
+        return DiskReader(self._store)
 
     def attend(self, within: Deadline) -> DiskReader:
         return self.mailbox
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
-        offer = Offer.from_json(info, "the offer of a disk transport")
+        offer = Invitation.from_json(info, "the offer of a disk transport")
         store = LocalStore(offer.root)
         offer.find(store, within)
-        local = None if offer.local_dir is None else local_checkpoint(offer.local_dir)
-        return DiskReader(store, local)
+        return DiskReader(store)
 
 
 @final
@@ -158,15 +144,14 @@ class DiskReader(WorkerEnd, Mailbox):
 
     Args:
         store: the root.
-        local: the copy on this host from which versions are loaded, if they are copied first.
     """
 
-    def __init__(self, store: LocalStore, local: LocalCheckpoint | None) -> None:
-        self._store, self._local = store, local
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
         self._versions = Chain(store)
         self._opened: PublishedVersion | None = None
 
-    def stage(self, version: int, held: object, within: Deadline, **_: object) -> None:
+    def stage(self, version: int, held: object, within: Deadline) -> None:
         opened = self._open(version, within)
         self._pin(opened)
         opened.verify()
@@ -190,7 +175,7 @@ class DiskReader(WorkerEnd, Mailbox):
                     or self._versions.replaced(newest, received.info["run_id"])
                 ):
                     self._versions.offered(newest)
-                    self._pin(opened := self._read(newest))
+                    self._pin(opened := PublishedVersion(self._store, newest))
                     return Arrival(version=newest, params=opened.params(), info={"run_id": opened.manifest.run_id})
         return None
 
@@ -198,7 +183,7 @@ class DiskReader(WorkerEnd, Mailbox):
         missing: FileNotFoundError | None = None
         for _ in within.within(VISIBLE_S).pauses(shortest_s=_SHORTEST_S, longest_s=_SHORTEST_S):
             try:
-                return self._read(version)
+                return PublishedVersion(self._store, version)
             except FileNotFoundError as error:
                 missing = error
                 if self._versions.latest() > version:
@@ -209,15 +194,6 @@ class DiskReader(WorkerEnd, Mailbox):
             state="nothing was read",
             hint="send the weights again",
         ) from missing
-
-    def _read(self, number: int) -> PublishedVersion:
-        """Open a version, as it is on this host where it is copied first."""
-        opened = PublishedVersion(self._store, number)
-        if self._local is None:
-            return opened
-        with closing(opened):
-            self._local.pull(str(self._store.root), number)
-            return PublishedVersion(self._store, number, opened.manifest, at=self._local.directory)
 
     def _pin(self, opened: PublishedVersion | None) -> None:
         if self._opened is not None:

@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.files import LocalFile
 from torchrl_ext.stores import Manifest, Placed, Store, version_name
 from torchrl_ext.stores.versions import read_version
 from torchrl_ext.types import ParamMeta
@@ -32,7 +30,6 @@ class PublishedVersion:
         store: where the version is.
         number: the version.
         manifest: what it holds, where that is known; a ``checksum`` of "" is not compared.
-        at: a directory that has its files, to read them there.
 
     Raises:
         FileNotFoundError: the version is not there (any more).
@@ -43,7 +40,7 @@ class PublishedVersion:
         path: where its files are: a directory, or a URL.
     """
 
-    def __init__(self, store: Store, number: int, manifest: Manifest | None = None, *, at: Path | None = None) -> None:
+    def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
         if manifest is None:
             found = read_version(store, number)
             if found.full is None:
@@ -57,13 +54,13 @@ class PublishedVersion:
         self._files: dict[str, TensorFile] = {}
         self._verified: set[str] = set()
         folder = version_name(number)
-        self.path = f"{store.url}/{folder}" if at is None else str(at)
+        self.path = f"{store.url}/{folder}"
         try:
             for name in sorted(set(map(attrgetter("file"), manifest.params))):
                 try:
-                    found_at = store.open(f"{folder}/{name}") if at is None else LocalFile(at / name, within=at.parent)
+                    found_at = store.open(f"{folder}/{name}")
                 except FileNotFoundError as error:
-                    if at is None and not (store.reads_removed and store.list(folder)):  # pruned in between
+                    if not (store.reads_removed and store.list(folder)):  # pruned in between
                         raise
                     raise IntegrityError(
                         f"{self.path}/{name} is missing",

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
-from typing import Final, Protocol, cast, final
+from typing import Final, cast, final
 
 from torch import Tensor
 
@@ -22,31 +21,9 @@ from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["LocalCheckpoint", "Reader", "Unpacked", "local_checkpoint", "view_of"]
+__all__ = ["Reader", "Unpacked", "view_of"]
 
 _SLIME: Final = "torchrl_ext.compat.slime"
-
-
-class LocalCheckpoint(Protocol):
-    """A checkpoint directory on this host, brought to a published version in place."""
-
-    directory: Path
-
-    def pull(self, source: str, version: int) -> None:
-        """Bring the files to version ``version`` of the root ``source``.
-
-        Args:
-            source: the directory or URL under which versions lie.
-            version: its number; 0 is the base.
-
-        Raises:
-            WeightSyncError: there is no such version, or it is damaged; the directory cannot be used.
-        """
-
-
-def local_checkpoint(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> LocalCheckpoint:
-    """Return the checkpoint in ``directory``, which several processes may share; ``base`` is its version 0."""
-    return cast(LocalCheckpoint, import_module(f"{_SLIME}.local_checkpoint").LocalCheckpoint(directory, base))
 
 
 def view_of(store: Store, base: str | None = None, *, settles: bool = False) -> ChainView:

@@ -95,11 +95,6 @@ class WeightUpdateConfig:
     release_train: bool = _option(
         False, "the trainer process ends after each update: every update is due, as a full version on disk"
     )
-    update_weight_local_checkpoint_dir: str | None = _option(
-        None,
-        "directory on each engine's host: full versions over disk are copied there while the engine serves, and so is "
-        "what a delta cannot patch in place (by default in memory)",
-    )
     rollout_external_engine_addrs: tuple[str, ...] = _option(
         (), "host:port of engines that run already; vLLM and SGLang may be mixed"
     )
@@ -168,8 +163,7 @@ class WeightUpdateConfig:
             "transport 'disk' has no directory",
             "set update_weight_disk_dir to one that both sides see",
         )
-        files = ["update_weight_disk_dir", "update_weight_disk_keep_files"]
-        for name in files if delta else [*files, "update_weight_local_checkpoint_dir"]:
+        for name in ("update_weight_disk_dir", "update_weight_disk_keep_files"):
             yield (
                 not disk and bool(getattr(self, name)),
                 f"{name} is set, and transport {route!r} writes no files",
@@ -236,7 +230,7 @@ class WeightUpdateConfig:
         """
         name, delta = self.update_weight_transport, self.update_weight_mode == "delta"
         encoding, size = self.update_weight_encoding, self.update_weight_buffer_size
-        settings: dict[str, Any] = {"local_dir": self.update_weight_local_checkpoint_dir}
+        settings: dict[str, Any] = {}
         if name == "disk":
             settings |= {
                 "root": self.update_weight_disk_dir,

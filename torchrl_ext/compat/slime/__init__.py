@@ -1,1 +1,1 @@
-"""Engine routes that slime and vime call."""
+"""Deltas in the files that slime wrote first."""

@@ -1,9 +1,7 @@
-"""Routes that the trainers of slime call (`torchrl_ext.compat.slime.routes`), in the process of SGLang's HTTP server.
+"""SGLang's own ``/update_weights_from_disk`` loads checkpoints, and with the plugin versions as well (load format
+``"delta"``, `torchrl_ext.sync.update_from_disk`): our messages to the workers travel as those of any trainer.
 
-A stock SGLang lacks ``POST /pull_weights`` and ``GET /get_weight_version``; they are added where SGLang makes the
-object that its routes call (`TokenizerManager`). Its own ``/update_weights_from_disk`` loads checkpoints, and here
-versions as well, with ``load_format="delta"``: our messages to the workers travel as those of any trainer. Servers with
-``--tokenizer-worker-num`` above 1 load no plugin in that process, and have none of this.
+Servers with ``--tokenizer-worker-num`` above 1 load no plugin in that process, and have none of this.
 """
 
 from __future__ import annotations
@@ -20,25 +18,24 @@ from typing import Any, Final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch, Pull
+from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch
 from torchrl_ext.rollout.demands import Admission
-from torchrl_ext.routes import CHANNEL, FROM_A_PAGE, Flush, Guard, answers_in, merged
+from torchrl_ext.routes import CHANNEL, FROM_A_PAGE, Flush, answers_in, merged
+from torchrl_ext.sync.update_from_disk import DiskLoads, answered
 from torchrl_ext.types import Info
 
 __all__ = ["HOOKS"]
 
 log = logging.getLogger("torchrl_ext")
 
-_SLIME: Final = "torchrl_ext.compat.slime.routes"  # by its name: nothing here depends on it
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
-_PULL_S: Final = 7200.0
 _STEP_S: Final = 600.0
 _FLUSH_S: Final = 10.0
-_steps: weakref.WeakKeyDictionary[Any, dict[str, Callable[[Info], Any]]] = weakref.WeakKeyDictionary()
+_loads: weakref.WeakKeyDictionary[Any, DiskLoads] = weakref.WeakKeyDictionary()
 
 
-class _SlimeEngine:
-    """The server behind slime's routes, driven from threads beside its loop.
+class _Reloadable:
+    """The server behind the route, driven from threads beside its loop.
 
     Args:
         manager: SGLang's `TokenizerManager`.
@@ -67,16 +64,12 @@ class _SlimeEngine:
 
     def handle(self, message: Message) -> Info:
         answer = self._ask(message)
-        if isinstance(message, (Join, Prefetch, Pull)):
-            pull = isinstance(message, Pull)
-            asked = Poll(pull=True) if isinstance(message, Pull) else Poll(connection=message.connection)
-            Deadline(_PULL_S if pull else _STEP_S).poll(
+        if isinstance(message, (Join, Prefetch)):
+            asked = Poll(connection=message.connection)
+            Deadline(_STEP_S).poll(
                 lambda: not self._ask(asked).get("working"), f"SGLang's workers did not {message.kind}"
             )
         return answer
-
-    def pull(self, message: Pull) -> None:
-        self.handle(message)
 
     def finish(self, message: Finish, label: str | None) -> None:
         self.handle(message)
@@ -116,14 +109,6 @@ class _SlimeEngine:
         return future.result()
 
 
-def _steps_of(manager: Any) -> dict[str, Callable[[Info], Any]]:
-    """Return what slime's routes do; to be called in the server's loop."""
-    if manager not in _steps:
-        engine = _SlimeEngine(manager, asyncio.get_running_loop())
-        _steps[manager] = importlib.import_module(_SLIME).steps_of(engine)
-    return _steps[manager]
-
-
 async def update(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
     """Wrap the server's part of ``/update_weights_from_disk``: load versions, and let SGLang load anything else."""
     if told.load_format != "delta":
@@ -133,47 +118,28 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
     if told.abort_all_requests:
         manager.abort_request(abort_all=True)
 
-    async def body() -> Info:
-        named = {} if request is None else await request.json()  # for ``files``, a field that SGLang does not know
-        known = {name: getattr(told, name) for name in ("model_path", "load_format", "weight_version", "flush_cache")}
-        return {**known, "files": named.get("files")}
+    if manager not in _loads:
+        _loads[manager] = DiskLoads(_Reloadable(manager, asyncio.get_running_loop()))
 
-    step = _steps_of(manager)["/update_weights_from_disk"]
-    answer = await importlib.import_module(_SLIME).answered(step, body())
+    async def body() -> Info:
+        return {name: getattr(told, name) for name in ("model_path", "load_format", "weight_version", "flush_cache")}
+
+    answer = await answered(_loads[manager].load, body())
     return answer["success"], answer["message"], answer["num_paused_requests"]
 
 
 def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
-    """Wrap the making of the object that routes call: add ours to the application, once, where a release has one."""
+    """Wrap the making of the object that routes call: add our middleware to the application, once."""
     original(manager, *args, **settings)
     server = sys.modules.get(_SERVER)
     if server is not None:
         try:
             _add(server.app, manager)
         except Exception as error:  # noqa: BLE001 - it would end the server at its start
-            log.warning("our routes cannot be added to this SGLang, so no trainer can make it pull: %r", error)
+            log.warning("this SGLang cannot refuse requests by the version of its weights: %r", error)
 
 
 def _add(app: Any, manager: Any) -> None:
-    from sglang.srt.utils.auth import AuthLevel, auth_level
-    from starlette.routing import request_response
-
-    slime = importlib.import_module(_SLIME)
-
-    async def pull_weights(request: Any) -> Any:
-        return await slime.handler(_steps_of(manager)["/pull_weights"])(request)
-
-    async def get_weight_version(request: Any) -> Any:
-        return slime.JSONResponse({"weight_version": manager.config_value("weight_version")})
-
-    level = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    there = {getattr(route, "path", None) for route in app.routes}
-    for endpoint, method in ((pull_weights, "POST"), (get_weight_version, "GET")):
-        path = f"/{endpoint.__name__}"
-        if path not in there:
-            # SGLang's own check of keys comes first, and reads the level off the endpoint
-            app.add_route(path, level(Guard(request_response(endpoint))), methods=[method])
-
     async def label() -> Any:
         return manager.config_value("weight_version")
 

@@ -49,7 +49,6 @@ class SGLangWorker:
             workers=distributed.get_world_size(group),
             agree=lambda words: agree(words, group),
             mode=torch.inference_mode,
-            base=self._model.checkpoint,
         )
 
     @torch.inference_mode()

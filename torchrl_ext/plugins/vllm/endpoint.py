@@ -1,6 +1,5 @@
-"""Entry point of group ``vllm.endpoint_plugins``: routes beside vLLM's, for trainers that have no others.
+"""Entry point of group ``vllm.endpoint_plugins``: ``/update_weights_from_disk`` (`torchrl_ext.sync.update_from_disk`).
 
-They are those of slime's trainers (`torchrl_ext.compat.slime.routes`).
 In vLLM's development mode ``GET /is_sleeping`` also answers ``is_paused``, ``tags`` that sleep, ``dropped``, ``empty``
 and ``whole``, so that a trainer learns in one request what it has to know before it pauses the engine, or lets it
 serve.
@@ -9,8 +8,8 @@ vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the n
 needs a server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'``, which the route drives without a trainer
 process; a checkpoint directory is loaded whole, beside any backend or none.
 
-Where the server has an API key, all of these but ``/is_sleeping`` want it too; vLLM's own check knows only the prefixes
-of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call them (`torchrl_ext.routes.Guard`).
+Where the server has an API key, ``/update_weights_from_disk`` wants it too; vLLM's own check knows only the prefixes
+of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call it (`torchrl_ext.routes.Guard`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -31,20 +29,20 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, request_response
 
 from torchrl_ext.deadline import in_thread
-from torchrl_ext.messages import Finish, Pull, Reset, State
+from torchrl_ext.messages import Finish, Reset, State
 from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import BACKEND, Guard
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
+from torchrl_ext.sync.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.types import Info
 
 __all__ = ["UpdateFromDisk"]
 
 
-_SLIME = "torchrl_ext.compat.slime.routes"  # by its name: nothing here depends on it
 _STATE = "/is_sleeping"
 _GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\}\s+([0-9.e+]+)', re.MULTILINE)
-_FILES_S = 7200.0  # a large model is read, or copied to the host first
+_FILES_S = 7200.0  # a large model is read
 
 
 class UpdateFromDisk:
@@ -55,19 +53,14 @@ class UpdateFromDisk:
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._steps: dict[str, Callable[[Info], Any]] = {}
         self._keys: list[str] = []
         self._labels: dict[str, str] | None = None  # None: ask the engine each time
 
     def attach_router(self, app: Starlette) -> None:
         """Add the routes to the application, before its own, and the check of versions that requests demand."""
         app.add_middleware(Admission, label=self._label)  # behind vLLM's check of keys, which comes later
-        slime = importlib.import_module(_SLIME)
-        handlers = {path: slime.handler(functools.partial(self._step, path)) for path in slime.PATHS}
-        routes = [
-            Route(path, Guard(request_response(handler), self._keys), methods=["POST"])
-            for path, handler in handlers.items()
-        ]
+        load = handler(lambda body: self._loads.load(body), Request.json)
+        routes = [Route(PATH, Guard(request_response(load), self._keys), methods=["POST"])]
         if any(getattr(route, "path", None) == _STATE for route in app.routes):
             routes.append(Route(_STATE, self.state, methods=["GET"]))
         app.router.routes[:0] = routes
@@ -76,8 +69,8 @@ class UpdateFromDisk:
         """Remember the engine, and the checkpoint that it was started with."""
         self._llm = engine_client
         self._watch_label()
-        self._engine = _SlimeEngine(engine_client, args.model, asyncio.get_running_loop())
-        self._steps = importlib.import_module(_SLIME).steps_of(self._engine)
+        self._engine = _Reloadable(engine_client, args.model, asyncio.get_running_loop())
+        self._loads = DiskLoads(self._engine)
         self._keys += [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def state(self, request: Request) -> JSONResponse:
@@ -107,12 +100,9 @@ class UpdateFromDisk:
             labels["now"] = await self._llm.get_weight_version()
         return labels["now"]
 
-    def _step(self, path: str, body: Info) -> Any:
-        return self._steps[path](body)
 
-
-class _SlimeEngine(VLLMObjectPort):
-    """The engine behind slime's routes, driven from threads beside the server's loop."""
+class _Reloadable(VLLMObjectPort):
+    """The engine behind the route, driven from threads beside the server's loop."""
 
     def __init__(self, engine: Any, model: str, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(engine, pause_mode="keep", loop=loop)
@@ -147,21 +137,14 @@ class _SlimeEngine(VLLMObjectPort):
         found: str | None = self._done(self._llm.get_weight_version())
         return found
 
-    def pull(self, message: Pull) -> None:
-        patient = self._patient()
-        if self._made_with_ours:
-            patient.handle(message)
-            return
-        # in the workers' loop: nothing is generated meanwhile
-        told = {"local_checkpoint_dir": message.directory, "source_dir": message.source}
-        patient._workers("pull_weights", **told, target_version=message.version)
-
     def finish(self, message: Finish, label: str | None) -> None:
         self.tell(message)
         self._label(label)
 
     def reload(self, path: str, label: str | None) -> None:
-        self._patient()._workers("reload_weights", weights_path=path)
+        patient = copy.copy(self)
+        patient.timeout_s = _FILES_S
+        patient._workers("reload_weights", weights_path=path)
         if self._made_with_ours:
             self.handle(Reset(weights="reloaded"))
         self._label(label)
@@ -175,12 +158,6 @@ class _SlimeEngine(VLLMObjectPort):
     def _label(self, label: str | None) -> None:
         if label is not None:
             self._done(self._llm.update_weight_version(label))
-
-    def _patient(self) -> _SlimeEngine:
-        """Return the same engine, for steps that take as long as reading a model's files."""
-        patient = copy.copy(self)
-        patient.timeout_s = _FILES_S
-        return patient
 
 
 def _metrics() -> str:

@@ -28,7 +28,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from torchrl_ext.errors import EngineError, EngineRefusedError
 from torchrl_ext.messages import Finish, Join, Reset, Start, read
-from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.vllm.model import VLLMModel
 from torchrl_ext.plugins.workers import agree
@@ -60,7 +59,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
-    def __init__(self, config: Any, *where: Any, base: str | None = None) -> None:
+    def __init__(self, config: Any, *where: Any) -> None:
         super().__init__(config, *where)  # vLLM's configuration, the device and the model
         parallel = self.parallel_config
         self._is_last = parallel.rank == parallel.world_size - 1
@@ -71,7 +70,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             workers=parallel.world_size_across_dp,
             agree=gather_words,
-            base=base or started_with(self.model, self.vllm_config.model_config),
         )
         self._sound = False  # the update was started, and no part of it failed on any worker
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here

@@ -13,11 +13,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 from torchrl_ext.messages import partial_version
-from torchrl_ext.plugins.found import enable, started_with
+from torchrl_ext.plugins.found import enable
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, out_of_step
 
 __all__ = ["register", "register_trainers"]
@@ -81,8 +80,7 @@ def register_trainers() -> None:
 def _extend_workers() -> None:
     """Give workers our methods, have them notice when vLLM loads another checkpoint, and guard their resuming.
 
-    `WorkerBase.__init__` is wrapped, each worker's ``reload_weights``, and `EngineCore.resume_scheduler`. A
-    ``pull_weights`` of vime's patch stays.
+    `WorkerBase.__init__` is wrapped, each worker's ``reload_weights``, and `EngineCore.resume_scheduler`.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
@@ -91,35 +89,15 @@ def _extend_workers() -> None:
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
-        started_with(worker, worker.model_config)
         reload = getattr(worker, "reload_weights", None)
         if reload is not None:
             worker.reload_weights = functools.partial(_reload, worker, reload)
 
     EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
     WorkerBase.__init__ = init
-    for name, method in {"pull_weights": _pull, TAKE_OVER: _take_over, _WHOLE: _is_whole}.items():
+    for name, method in {TAKE_OVER: _take_over, _WHOLE: _is_whole}.items():
         if name not in vars(WorkerBase):
             setattr(WorkerBase, name, method)
-
-
-def _pull(worker: Any, /, *given: Any, **told: Any) -> dict[str, Any]:
-    """Bring the checkpoint on this worker's host to a version, as vime's trainers ask for it.
-
-    It runs in the loop of vLLM's workers: no token is made meanwhile, other than with ``POST /pull_weights``. Workers
-    read the arguments where they agree, so that all of them refuse bad ones.
-    """
-    from torchrl_ext.plugins.vllm.engine import agreed, gather_words
-    from torchrl_ext.sync.worker_end import together
-
-    slime = import_module("torchrl_ext.compat.slime.routes")
-    told |= dict(zip(slime.VIMES_ARGUMENTS, given, strict=False))
-    start, parallel = started_with(worker, worker.model_config), worker.vllm_config.parallel_config
-    went_well = agreed(
-        lambda: together(gather_words, lambda: slime.pull_for_vime(told, start)),
-        last=parallel.rank == parallel.world_size - 1,
-    )
-    return {"success": went_well, "weight_version": str(told.get("target_version"))}
 
 
 def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: Any) -> None:
@@ -155,8 +133,8 @@ def _take_over(worker: Any) -> None:
     if worker._weight_update_active:
         raise RuntimeError("an update of another trainer is open; end it before this engine follows a new trainer")
     other, model = worker.weight_transfer_engine, worker.model_runner.get_model()
-    config, base = WeightTransferConfig(backend=BACKEND), started_with(worker, worker.model_config)
-    worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model, base=base)
+    config = WeightTransferConfig(backend=BACKEND)
+    worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model)
     if other is not None:
         other.shutdown()
 

@@ -23,7 +23,7 @@ from torchrl_ext.errors import (
     WeightSyncError,
     parsed,
 )
-from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, State, Verify
+from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Seal, Start, State, Verify
 from torchrl_ext.proof.scoring import score
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, each_answer, merged, unescaped
 from torchrl_ext.rpc.port import EngineState, Port
@@ -237,11 +237,10 @@ class VLLMObjectPort(LocalPort):
                 self._workers("start_weight_update")
             case Load() | Verify() | Seal():
                 self._workers("update_weights", update_info=message.to_json())
-            case Join() | Prefetch() | Pull():
+            case Join() | Prefetch():
                 self._ask(message)
-                ours = "" if isinstance(message, Pull) else message.connection
                 Deadline(self.timeout_s).poll(
-                    lambda: not self._ask(Poll(connection=ours, pull=isinstance(message, Pull))).get("working"),
+                    lambda: not self._ask(Poll(connection=message.connection)).get("working"),
                     f"vLLM's workers did not {message.kind}",
                 )
             case _:

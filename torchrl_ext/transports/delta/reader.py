@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar, final
@@ -118,16 +118,7 @@ class DeltaReader(WorkerEnd, Mailbox):
             made._warming = Warming(codec_from_json(offer.codec), here.params, beside=True)
         return made
 
-    def stage(
-        self,
-        version: int,
-        held: Callable[[], Mapping[str, str]] | None,
-        within: Deadline,
-        *,
-        files: Sequence[str] | None = None,
-        label: str | None = None,
-    ) -> Changes | None:
-        self._reader.expect(version, files, label)
+    def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
         return self._reach(version, partial(self._changes, version, held, within), within)
 
     def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:

@@ -1,0 +1,251 @@
+"""``/update_weights_from_disk`` over every kind of engine: one suite."""
+
+import json
+import random
+import threading
+from unittest.mock import Mock
+
+import pytest
+from safetensors.torch import load_file
+from starlette.testclient import TestClient
+
+import torchrl_ext as tx
+from tests.hostile import worse_json
+from tests.models import tiny_checkpoint, tiny_model
+from tests.plugins.stand_ins import VLLM, SGLang, add_sglang
+from tests.processes import WAIT_S
+from tests.transports.chains import folder
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.embedded.server import make_app
+from torchrl_ext.routes import MAX_BODY_BYTES
+from torchrl_ext.weights.digests import tensor_digest
+
+LOAD = "/update_weights_from_disk"
+JSON = {"content-type": "application/json"}
+FAILS = "torchrl_ext.landing.loader.TensorsLoader.load"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
+
+
+class Embedded:
+    """The embedded engine, looked at like the stand-ins."""
+
+    def __init__(self, engine):
+        self.engine, self.scheduler, self.digests = engine, engine.scheduler, engine.digests
+        self.app = lambda: make_app(engine)
+
+    @property
+    def label(self):
+        return self.scheduler.version
+
+    @label.setter
+    def label(self, label):
+        self.scheduler.version = label
+
+    @property
+    def paused(self):
+        return self.scheduler.paused
+
+    @paused.setter
+    def paused(self, paused):
+        self.engine.pause("keep", 0.0) if paused else self.engine.resume()
+
+    @property
+    def dropped(self):
+        return self.scheduler.forget.call_count
+
+
+@pytest.fixture(params=["embedded", "vllm", "sglang"])
+def engine(request, checkpoint, monkeypatch):
+    """An engine that holds the checkpoint, with a client of its server as ``http``."""
+    add_sglang(monkeypatch)
+    held = load_file(f"{checkpoint}/model.safetensors")
+    if request.param == "embedded":
+        made = Embedded(Engine(str(checkpoint), dtype="float32"))
+        monkeypatch.setattr(made.scheduler, "forget", Mock(wraps=made.scheduler.forget))
+    else:
+        made = {"vllm": VLLM, "sglang": SGLang}[request.param](held, checkpoint)
+    made.kind = request.param
+    with TestClient(made.app(), raise_server_exceptions=False) as made.http:
+        yield made
+    if request.param != "embedded":
+        made.let_go.set()
+        made.end.close()
+
+
+only = pytest.mark.parametrize
+embedded_only = only("engine", ["embedded"], indirect=True)
+loads_checkpoints = only("engine", ["embedded", "vllm"], indirect=True)  # SGLang does that by itself
+
+
+def ask(engine, route, body=None, expected=200):
+    answer = engine.http.post(route, json=body or {})
+    assert answer.status_code == expected, answer.text
+    told = answer.json()
+    assert told["success"] == (expected == 200)
+    return told["message"]
+
+
+def serves(engine, named):
+    """Whether the engine holds these tensors."""
+    found = engine.digests()
+    return {name: found[name] for name in named} == {name: tensor_digest(tensor) for name, tensor in named.items()}
+
+
+@pytest.fixture
+def history(checkpoint, tmp_path):
+    """Two deltas on the checkpoint, each leads to another model, by number; with the checkpoint's as 0."""
+    held = load_file(f"{checkpoint}/model.safetensors")
+    models = {0: held}
+    trainer = tx.make_transport(
+        "delta", root=tmp_path / "root", base=checkpoint, encoding="deltas_zstd", keyframe_every=0
+    )
+    for version in (1, 2):
+        named = tiny_model(10 + version).state_dict()
+        models[version] = {name: named[name].detach().clone() for name in held}
+        trainer.send_weights(models[version])
+    trainer.shutdown()
+    return models
+
+
+def delta(tmp_path, version, **more):
+    return {"load_format": "delta", "model_path": str(folder(tmp_path / "root", version)), **more}
+
+
+@loads_checkpoints
+def test_a_checkpoint_is_loaded_in_the_callers_pause(engine, history, tmp_path, checkpoint):
+    engine.paused = True
+    other = tiny_checkpoint(tmp_path / "other", seed=11)
+    ask(engine, LOAD, {"model_path": str(other), "weight_version": "5"})
+    assert engine.paused and engine.label == "5"
+    assert engine.loaded == [str(other)] if engine.kind == "vllm" else serves(engine, history[1])
+
+
+def test_a_delta_lands_and_the_callers_pause_stays(engine, history, tmp_path):
+    said = ask(engine, LOAD, delta(tmp_path, 1, weight_version="one"))
+    assert "version 1 of" in said and serves(engine, history[1]) and engine.label == "one" and not engine.paused
+    engine.paused = True
+    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path / "root"), "weight_version": "two"})
+    assert serves(engine, history[2]) and engine.label == "two" and engine.paused
+
+
+def test_deltas_that_are_decoded_with_all_old_bytes_land(engine, checkpoint, tmp_path):
+    trainer, sent = tx.make_transport("delta", root=tmp_path, encoding="context"), {}
+    for seed in (5, 6):
+        sent = {name: tensor.detach().clone() for name, tensor in tiny_model(seed).state_dict().items()}
+        trainer.send_weights("policy", tiny_model(seed))
+    trainer.shutdown()
+    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path)})
+    assert serves(engine, {name: sent[name] for name in load_file(f"{checkpoint}/model.safetensors")})
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_what_was_cached_with_older_weights_goes_unless_the_caller_keeps_it(engine, history, tmp_path, flush):
+    ask(engine, LOAD, delta(tmp_path, 1, flush_cache=flush))
+    assert engine.dropped == flush and serves(engine, history[1])
+
+
+def test_what_cannot_be_is_answered_with_400_and_the_engine_serves_what_it_served(engine, history, tmp_path):
+    for body, words in (
+        (delta(tmp_path, 9), "no version 9"),
+        (delta(tmp_path, 1, model_path=7), "model_path"),
+        (delta(tmp_path, 1, model_path="relative"), "does not open relative"),
+        (delta(tmp_path, 1, weight_version=[]), "weight_version"),
+    ):
+        assert words in ask(engine, LOAD, body, expected=400)
+    assert serves(engine, history[0]) and engine.label in ("0", "default") and not engine.paused
+
+
+def test_no_web_page_makes_an_engine_load(engine, history, tmp_path):
+    content = json.dumps(delta(tmp_path, 1))
+    found = [engine.http.post(LOAD, content=content, headers={**JSON, "origin": "https://page.example"})]
+    if engine.kind != "sglang":  # whose own route takes JSON alone
+        found.append(engine.http.post(LOAD, content=content, headers={"content-type": "text/plain"}))
+        found.append(engine.http.post(LOAD, content=" " * MAX_BODY_BYTES + content, headers=JSON))
+    assert {answer.status_code for answer in found} <= {400, 403, 415}, [answer.text for answer in found]
+    assert serves(engine, history[0]) and not engine.paused
+
+
+def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_good_one(
+    engine, history, tmp_path, monkeypatch
+):
+    root = tmp_path / "full"
+    trainer = tx.make_transport("delta", root=root)
+    trainer.send_weights(history[1])
+    trainer.shutdown()
+    body = {"load_format": "delta", "model_path": str(root), "weight_version": "1"}
+    with monkeypatch.context() as patch:
+        patch.setattr(FAILS, lambda loader, pairs: 1 / 0)
+        assert "is paused" in ask(engine, LOAD, body, expected=400) and engine.paused
+    ask(engine, LOAD, body)
+    assert serves(engine, history[1]) and engine.label == "1" and not engine.paused
+
+
+@only("engine", ["vllm", "sglang"], indirect=True)  # the embedded engine lets nobody resume it then
+@pytest.mark.parametrize("by", ["a caller that resumes", "another trainer"])
+def test_a_failure_is_forgotten_once_somebody_else_had_the_engine_serve(engine, history, tmp_path, by, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrl_ext.landing.loader.TensorsLoader.commit", lambda *_: 1 / 0)
+        assert "is paused" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
+    if by == "another trainer":
+        engine.label = "17"
+    else:
+        engine.paused = False
+        ask(engine, LOAD, delta(tmp_path, 9), expected=400)
+    engine.paused = True
+    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path / "root")})
+    assert engine.paused
+
+
+@only("engine", ["vllm", "sglang"], indirect=True)
+class TestStandIns:
+    """What only a stand-in can be made to do."""
+
+    def test_an_update_that_was_not_begun_leaves_the_engine_serving(self, engine, history, tmp_path):
+        engine.fails = "start"
+        assert "still serves its previous weights" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
+        assert not engine.paused and serves(engine, history[0])
+
+    def test_every_call_has_a_deadline(self, engine, history, tmp_path, monkeypatch):
+        engine.hangs = "start"
+        load = threading.Thread(target=ask, args=(engine, LOAD, delta(tmp_path, 1)))
+        load.start()
+        assert engine.hanging.wait(WAIT_S)
+        monkeypatch.setattr("torchrl_ext.sync.update_from_disk._BUSY_S", 0.01)
+        assert "another load" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
+        engine.let_go.set()
+        load.join()
+        assert serves(engine, history[1])
+        engine.hangs = "finish_weight_update" if engine.kind == "vllm" else "finish"
+        engine.let_go.clear()
+        monkeypatch.setattr("torchrl_ext.rpc.port.Port.timeout_s", 0.3)
+        monkeypatch.setattr("torchrl_ext.plugins.sglang.routes._STEP_S", 0.3)
+        assert "did not answer within" in ask(engine, LOAD, delta(tmp_path, 2), expected=400)
+
+
+@only("engine", ["vllm"], indirect=True)
+class TestVLLM:
+    def test_workers_are_told_of_a_checkpoint_that_was_loaded_past_them(self, engine, history, tmp_path, checkpoint):
+        ask(engine, LOAD, delta(tmp_path, 1))
+        ask(engine, LOAD, {"model_path": str(checkpoint), "weight_version": "3"})
+        assert engine.loaded == [str(checkpoint)] and engine.label == "3" and not engine.paused
+        assert engine.end.receiver.version is None or "2" not in str(engine.end.receiver.version)
+        assert "version 2" in ask(engine, LOAD, delta(tmp_path, 2)) and serves(engine, history[2])
+
+    def test_the_route_wants_the_servers_key(self, engine, checkpoint):
+        with TestClient(engine.app(key="sesame")) as http:
+            assert http.post(LOAD).status_code == 401
+            told = http.get("/is_sleeping").json()
+            assert told["is_paused"] is False and told["whole"] and told["tags"] == []
+
+    def test_a_thousand_damaged_bodies_get_an_answer(self, engine, history, tmp_path):
+        chance = random.Random(3)
+        for body in (worse_json(delta(tmp_path, 9, weight_version="1"), chance) for _ in range(1000)):
+            answer = engine.http.post(LOAD, content=json.dumps(body), headers=JSON)
+            assert answer.status_code == 400 and answer.json(), body
+        for text in (b"", b"{", b"\xff", b"[" * 100_000):
+            assert engine.http.post(LOAD, content=text, headers=JSON).status_code == 400
+        assert serves(engine, history[0]) and not engine.paused

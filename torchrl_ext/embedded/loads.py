@@ -1,0 +1,46 @@
+"""The embedded engine as `torchrl_ext.sync.update_from_disk` drives it."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.messages import Finish, Message, State
+
+__all__ = ["Reloadable"]
+
+
+@final
+class Reloadable:
+    """An `Engine` that refuses to serve incomplete weights; see `torchrl_ext.sync.update_from_disk.ReloadableEngine`.
+
+    Weights that are loaded drop the keys and values of running requests; there is no other cache.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.model, self.resume = engine, engine.model_dir, engine.resume
+
+    def paused(self) -> bool:
+        return self._engine.scheduler.paused
+
+    def pause(self) -> None:
+        self._engine.pause("keep", 0.0)
+
+    def label(self) -> str:
+        return self._engine.scheduler.version
+
+    def handle(self, message: Message) -> Any:
+        return self._engine.handle(message)
+
+    def finish(self, message: Finish, label: str | None) -> None:
+        self._engine.handle(message)
+        self._engine.finish(label)
+
+    def reload(self, path: str, label: str | None) -> None:
+        self._engine.reload(path, label)
+
+    def drop_cached(self) -> None:
+        self._engine.scheduler.forget()
+
+    def undo(self, landing: bool) -> bool:
+        return not landing or bool(self._engine.handle(State())["whole"])
