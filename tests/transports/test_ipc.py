@@ -204,10 +204,12 @@ class TestOnAGPU:
         with running_python(calling(stops_taking, channel, int(signal.SIGKILL), 3)), pytest.raises(TransportError):
             trainer.send_weights({name: tensor.cuda() for name, tensor in weights(count=4000).items()})
         trainer.shutdown()
+        torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         again = tx.make_transport("ipc", channel=channel, bucket_bytes=64 << 20)
         segment = again._segment_on(again._devices())
         assert free - torch.cuda.mem_get_info()[0] >= 60 << 20
         del segment
         again.shutdown()
+        torch.cuda.empty_cache()
         assert torch.cuda.mem_get_info()[0] >= free - (4 << 20)

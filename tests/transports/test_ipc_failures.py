@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.base import Update
 from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
+from torchrl_ext.transports.ipc.cuda_memory import CudaHandle
 from torchrl_ext.transports.ipc.memory import HostHandle, create
 from torchrl_ext.transports.links import LocalListener, new_address, shared_address
 from torchrl_ext.types import ParamMeta
@@ -263,37 +265,35 @@ def attaches_as_nobody(handle):
 
 
 class TestMemoryOfADevice:
-    """The driver is played by a list of its answers, so that a machine without a GPU tells too."""
+    """Torch's sharing is played by its arguments, so that a machine without a GPU tells too."""
+
+    SHARED = (b"handle", 8192, 512, False, b"counter", 3, b"event", True)
 
     @pytest.fixture
-    def driver(self, monkeypatch):
-        done, answers = [], {}
-
-        def call(name, *arguments):
-            done.append(name)
-            if answers.get(name):
-                raise answers[name].pop()
-
-        monkeypatch.setattr(cuda_ipc, "_call", call)
+    def played(self, monkeypatch):
+        rebuilt, empty = [], torch.empty
         monkeypatch.setattr(cuda_ipc, "_index", lambda device: 0)
-        monkeypatch.setattr(cuda_ipc, "_context", lambda index: None)
-        monkeypatch.setattr(cuda_ipc, "_flat", lambda *arguments: torch.empty(0))
-        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
-        return done, answers
+        monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
+        monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda flat: (None, (None, *self.SHARED)))
+        monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *given: rebuilt.append(given) or empty(8192))
+        return rebuilt
 
-    def test_what_torch_only_caches_is_given_back_before_memory_is_said_to_be_short(self, driver):
-        done, answers = driver
-        answers["cuMemAlloc_v2"] = [TransportError("out of memory")]
-        cuda_ipc.create_cuda("GPU-0", 1 << 29)
-        assert done == ["cuMemAlloc_v2", "empty_cache", "cuMemAlloc_v2", "cuIpcGetMemHandle"]
-        answers["cuMemAlloc_v2"] = [TransportError("out of memory"), TransportError("out of memory")]
-        with pytest.raises(TransportError, match="out of memory"):
-            cuda_ipc.create_cuda("GPU-0", 1 << 29)
+    def test_another_process_rebuilds_what_was_shared_and_its_own_maps_nothing(self, played):
+        own = cuda_ipc.create_cuda("GPU-0", 8192)
+        handle = CudaHandle.from_json(json.loads(json.dumps(own.handle.to_json())))
+        assert handle.attach().flat is own.flat and not played
+        msgspec.structs.replace(handle, key="another process's").attach()
+        assert played[0][7:] == self.SHARED
 
-    def test_memory_that_cannot_be_shared_is_freed(self, driver):
-        done, answers = driver
-        answers["cuIpcGetMemHandle"] = [TransportError("not supported")]
-        with pytest.raises(TransportError, match="not supported"):
-            cuda_ipc.create_cuda("GPU-0", 1 << 29)
-        assert done[-1] == "cuMemFree_v2"
+    def test_memory_that_is_not_there_or_cannot_be_mapped_is_said_so(self, played, monkeypatch):
+        handle = cuda_ipc.create_cuda("GPU-0", 8192).handle
+
+        def fails(*given):
+            raise torch.OutOfMemoryError("out of memory")
+
+        for name in ("reduce_tensor", "rebuild_cuda_tensor"):
+            monkeypatch.setattr(cuda_ipc, name, fails)
+        with pytest.raises(TransportError, match="cannot be shared: out of memory"):
+            cuda_ipc.create_cuda("GPU-0", 8192)
+        with pytest.raises(TransportError, match="cannot be mapped here: out of memory"):
+            handle.attach()

@@ -1,35 +1,20 @@
-"""Segments on a GPU: an allocation of its own, exported and opened through the CUDA driver.
-
-The driver's own calls (CUDA Driver API, "Memory Management") are used in place of torch's sharing of storages: that
-keeps a reference count in a named file, which a killed process leaves behind, and it shares blocks of torch's
-allocator, in which other tensors live. What is allocated here is freed by the driver when its process ends, however
-that happens.
-"""
+"""Segments on a GPU: an allocation of torch's, shared as `torch.multiprocessing` shares CUDA tensors, but in JSON."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import uuid
 import weakref
-from typing import Annotated, Any, final
+from typing import final
 
-import msgspec
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.transports.ipc.memory import Handle, Segment
+from torchrl_ext.types import Count
 
 __all__ = ["CudaHandle", "create_cuda", "visible"]
-
-_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-
-
-class _Exported(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
-
 
 _OWN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
 """Segments of this process: the driver opens a handle only in another one."""
@@ -37,30 +22,40 @@ _OWN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
 
 @final
 class CudaHandle(Handle, frozen=True, kw_only=True, tag="cuda"):
-    """Names memory of the GPU with UUID ``device``: the driver's handle, and a key for the process that made it."""
+    """Names memory of the GPU with UUID ``device``.
+
+    Attributes:
+        key: names it in the process that made it.
+        handle, offset: of the driver's allocation, and where the memory begins in it.
+        counter, counter_at: where torch counts that a process has let go of the memory; without a worker that did so
+            once, it is kept when the trainer frees it.
+        event, waits: what to wait for before the first use.
+    """
 
     device: str
     key: str
-    handle: Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{2}}){{{_HANDLE_BYTES}}}\Z")]
+    handle: bytes
+    offset: Count
+    counter: bytes
+    counter_at: Count
+    event: bytes
+    waits: bool
 
     def attach(self) -> Segment:
         own = _OWN.get(self.key)
         if own is not None:
             return Segment(own.flat, self)
-        index, pointer = _index(self.device), ctypes.c_uint64()
-        with torch.cuda.device(index):
-            _context(index)
-            opened, flags = _Exported.from_buffer_copy(bytes.fromhex(self.handle)), ctypes.c_uint(_LAZY_PEER_ACCESS)
-            _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, flags)
-        return Segment(_flat(pointer, self.bytes, index, "cuIpcCloseMemHandle"), self)
-
-
-class _Memory:
-    """Device memory as torch takes it (``__cuda_array_interface__``, version 3), freed with its tensors."""
-
-    def __init__(self, pointer: int, nbytes: int, device: int, free: str) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
-        weakref.finalize(self, _release, free, pointer, device, os.getpid())
+        storage = (torch.UntypedStorage, torch.uint8, _index(self.device), self.handle, self.bytes, self.offset)
+        rest = (False, self.counter, self.counter_at, self.event, self.waits)
+        try:
+            flat: Tensor = rebuild_cuda_tensor(Tensor, (self.bytes,), (1,), 0, *storage, *rest)
+        except RuntimeError as error:
+            raise TransportError(
+                f"the trainer's memory on GPU {self.device} cannot be mapped here: {error}",
+                state="nothing was received",
+                hint="check that trainer and engine share the GPU, in one container",
+            ) from error
+        return Segment(flat, self)
 
 
 def visible() -> list[str]:
@@ -75,30 +70,31 @@ def create_cuda(device: str, nbytes: int) -> Segment:
 
     Raises:
         ConfigError: this process does not see that GPU.
-        TransportError: the driver refuses, most likely for want of memory; torch's cache was emptied then.
+        TransportError: there is no memory, or it cannot be shared.
     """
-    index, pointer, exported = _index(device), ctypes.c_uint64(), _Exported()
-    with torch.cuda.device(index):
-        _context(index)
-        try:
-            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        except TransportError:  # what torch has cached beside its tensors may be enough
-            torch.cuda.empty_cache()
-            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        try:
-            _call("cuIpcGetMemHandle", ctypes.byref(exported), pointer)
-        except TransportError:
-            _call("cuMemFree_v2", pointer)
-            raise
-    handle = CudaHandle(device=device, key=uuid.uuid4().hex, handle=bytes(exported.reserved).hex(), bytes=nbytes)
-    segment = _OWN[handle.key] = Segment(_flat(pointer, nbytes, index, "cuMemFree_v2"), handle)
+    index = _index(device)
+    try:
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+        _, shared = reduce_tensor(flat)
+    except RuntimeError as error:
+        raise TransportError(
+            f"{nbytes} bytes of GPU {device} cannot be shared: {error}", hint="give a smaller bucket_bytes"
+        ) from error
+    handle, _, offset, _, counter, counter_at, event, waits = shared[-8:]
+    key = uuid.uuid4().hex
+    named = CudaHandle(
+        device=device,
+        key=key,
+        bytes=nbytes,
+        handle=handle,
+        offset=offset,
+        counter=counter,
+        counter_at=counter_at,
+        event=event,
+        waits=waits,
+    )
+    segment = _OWN[key] = Segment(flat, named)
     return segment
-
-
-def _flat(pointer: ctypes.c_uint64, nbytes: int, index: int, free: str) -> Tensor:
-    """Return device memory as a uint8 tensor, which the driver call ``free`` gives up with its last view."""
-    memory = _Memory(int(pointer.value or 0), nbytes, index, free)
-    return torch.as_tensor(memory, device=torch.device("cuda", index))
 
 
 def _uuid(index: int) -> str:
@@ -114,30 +110,3 @@ def _index(device: str) -> int:
             hint="give trainer and engine the same CUDA_VISIBLE_DEVICES",
         )
     return seen[device]
-
-
-def _context(index: int) -> None:
-    """Make the device's primary context, which torch uses too, this thread's current one."""
-    torch.empty(1, device=torch.device("cuda", index))
-    torch.cuda.synchronize(index)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    driver = ctypes.CDLL("libcuda.so.1")
-    status = getattr(driver, name)(*arguments)
-    if status != 0:
-        words = ctypes.c_char_p()
-        driver.cuGetErrorString(ctypes.c_int(status), ctypes.byref(words))
-        reason = words.value.decode() if words.value else "unknown error"
-        raise TransportError(f"{name} failed: {reason} ({status})", hint="check that trainer and engine share the GPU")
-
-
-def _release(free: str, pointer: int, device: int, pid: int) -> None:
-    if pid != os.getpid():
-        return  # a forked child has no CUDA context
-    try:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize(device)
-            _call(free, ctypes.c_uint64(pointer))
-    except (RuntimeError, AssertionError):
-        return  # at the end of the process the driver frees everything
