@@ -15,7 +15,7 @@ import numpy as np
 
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.transports.sharded.plans.shares import Share, numbers, packed, unpacked, unreadable
-from torchrl_ext.transports.sharded.plans.transfers import Transfers, pieces_of
+from torchrl_ext.transports.sharded.plans.transfers import Transfers, transfers_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -45,7 +45,7 @@ class _Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """The order of a plan, for all members; each field is an int32 array, little-endian.
 
     Attributes:
-        param, chunk: of every item, round by round: the chunk of a parameter; many parameters have the same chunks.
+        param, chunk: of every item, in order of parameters: the chunk of one; many parameters have the same chunks.
         starts: the first item of each round, and behind the last round the number of items.
     """
 
@@ -94,6 +94,7 @@ class MemberPlan:
         try:
             self._param, self._chunk, self._starts = map(numbers, (order.param, order.chunk, order.starts))
             dimensions = _dimensions(self.params)
+            self._first, self._behind = self._param[self._starts[:-1]], self._param[self._starts[1:] - 1] + 1
             table = numbers(own.table, "<i8").reshape(-1, 2 + 2 * dimensions).tolist()
             chunks, first = np.unique(self._chunk, return_index=True)
             ndims = [len(self.params[param].shape) for param in self._param[first].tolist()]
@@ -103,11 +104,7 @@ class MemberPlan:
                 self._blocks[chunk][peer].append(Block(start, stop))
         except (ValueError, LookupError) as error:
             raise unreadable(what, error) from error
-        first = self._starts[:-1]
-        self.rounds = len(first)
-        if self.rounds:
-            self._first = np.minimum.accumulate(np.minimum.reduceat(self._param, first)[::-1])[::-1]
-            self._last = np.maximum.accumulate(np.maximum.reduceat(self._param, first))
+        self.rounds = len(self._first)
 
     def links(self, round: int) -> Iterator[tuple[int, list[Transfer]]]:
         """Yield what this member sends, or gets from trainer ranks, in a round.
@@ -123,12 +120,8 @@ class MemberPlan:
             yield peer, [Transfer(param, block) for param, found in own for block in found.get(peer, ())]
 
     def span(self, round: int) -> tuple[int, int]:
-        """Return a stretch of parameters that has every parameter of a round: the first, and the one behind.
-
-        It is the same for all members. Neither number is smaller than in the round before. Parameters before the
-        stretch are complete when the round begins, and nothing of the parameters behind it has come when it ends.
-        """
-        return int(self._first[round]), int(self._last[round]) + 1
+        """Return the first parameter of a round, and the one behind its last; both are the same for all members."""
+        return int(self._first[round]), int(self._behind[round])
 
 
 @final
@@ -164,11 +157,9 @@ class TransferPlan:
         first, times = np.cumsum(counts) - counts, counts[kind]
         param = np.repeat(np.arange(len(kind)), times)
         chunk = np.arange(len(param)) + np.repeat(first[kind] - np.cumsum(times) + times, times)
-        rounds = _rounds(chunk, table, np.repeat(counts > 1, counts), ranks, bucket_bytes)
-        order = np.argsort(rounds, kind="stable")
-        self.rounds = int(rounds.max(initial=-1)) + 1
-        starts = np.searchsorted(rounds[order], np.arange(self.rounds + 1))
-        fields = {"param": param[order], "chunk": chunk[order], "starts": starts}
+        starts = _starts(chunk, table, bucket_bytes)
+        self.rounds = len(starts) - 1
+        fields = {"param": param, "chunk": chunk, "starts": starts}
         self.schedule = packed(_Schedule(**{name: one.astype("<i4").tobytes() for name, one in fields.items()}))
         total = np.bincount(chunk, minlength=len(table)) @ table
         self.rank_bytes: np.ndarray = total[:ranks]
@@ -204,8 +195,8 @@ def make_plan(
 ) -> TransferPlan:
     """Plan how every worker gets the elements that it needs, each once, from trainer ranks that hold them.
 
-    What several ranks hold is cut into as many parts where it is large; a part is sent by the holder that sends least.
-    Workers that need the same form a chain, and trainer ranks serve the first one of it.
+    Ranks that hold the same take turns, class by class. Workers that need the same form a chain, and trainer ranks
+    serve the first one of it.
 
     Args:
         params: in the order in which they are sent.
@@ -231,16 +222,11 @@ def make_plan(
     needs = {worker: share for share, worker in first_of.items()}
     dimensions = _dimensions(params)
     classes = _classes(params, (*held, *first_of))
-    pieces = [pieces_of(own[0], params[own[0]], held, needs, dimensions) for own in classes]
-    kind = np.zeros(len(params), dtype=np.int64)
-    sent, transfers = [0] * len(held), list[Transfers]()
-    choices = [(max(map(len, one.holders), default=0) > 1, -int(one.nbytes.sum())) for one in pieces]
-    for at in sorted(range(len(classes)), key=choices.__getitem__):  # first where there is no choice
-        for turn in range(min(pieces[at].turns, len(classes[at]))):
-            own = classes[at][turn :: pieces[at].turns]
-            kind[own] = len(transfers)
-            found, itemsize = pieces[at].sent_by(sent, len(own)), params[own[0]].dtype.itemsize
-            transfers.append(found.chunked(len(held), len(needed), itemsize, bucket_bytes))
+    kind, transfers = np.zeros(len(params), dtype=np.int64), list[Transfers]()
+    for turn, own in enumerate(classes):
+        kind[own], meta = turn, params[own[0]]
+        found = transfers_of(own[0], meta, held, needs, dimensions, turn)
+        transfers.append(found.chunked(len(held), len(needed), meta.dtype.itemsize, bucket_bytes))
     return TransferPlan(params, len(held), leaders, bucket_bytes, kind, transfers)
 
 
@@ -258,45 +244,25 @@ def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[
     return list(found.values())
 
 
-def _rounds(chunk: np.ndarray, table: np.ndarray, several: np.ndarray, ranks: int, bucket_bytes: int) -> np.ndarray:
-    """Return the round of every item, int64 of shape (items,).
+def _starts(chunk: np.ndarray, table: np.ndarray, bucket_bytes: int) -> np.ndarray:
+    """Return the first item of each round, and behind the last round the number of items: int64.
 
-    Consecutive parameters of which no worker needs more than a bucket in all make a window. Within it each rank sends
-    its own parts in order, as many to a round as fit, whatever the others do: where each expert lies on one rank, ranks
-    would else take turns. A worker never has more than a window that waits for what comes before it.
+    A round has as many items, in their order, as fit into a bucket of each rank and each worker.
 
     Args:
         chunk: of every item, in order of parameters.
         table: the bytes of each chunk out of every rank, and then into every worker: int64 of shape
             (chunks, ranks + workers).
-        several: whether the parameters of each chunk have others beside it, which follow each other.
-        ranks: how many there are.
         bucket_bytes: the most for a rank or a worker in one round.
     """
-    sends, gets = np.split(table, [ranks], axis=1)
-    parts = [
-        (slice(ranks), row) if whole else (row.nonzero()[0], row[row > 0])
-        for row, whole in zip(sends, several | (sends > 0).all(axis=1), strict=True)
-    ]
-    peaks, biggest = gets.max(axis=1).tolist(), np.maximum.reduce
-    found, used, most = [], 0, 0
-    window = np.zeros(gets.shape[1], dtype=np.int64)
-    clock = np.zeros(ranks, dtype=np.int64)  # of each rank: its round * bucket_bytes + what it sends in this round
-    for row in chunk.tolist():
-        window += gets[row]
-        most += peaks[row]  # no worker gets more: what they get is only looked at where this bound does not do
+    peaks, starts, most = table.max(axis=1, initial=0).tolist(), [0][: len(chunk)], 0
+    loads = np.zeros(table.shape[1], dtype=np.int64)
+    for item, row in enumerate(chunk.tolist()):
+        loads += table[row]
+        most += peaks[row]  # no member has more: loads are only looked at where this bound does not do
         if most > bucket_bytes:
-            most = int(biggest(window))
+            most = int(loads.max())
         if most > bucket_bytes:
-            window, most, clock[:] = gets[row].copy(), peaks[row], used * bucket_bytes
-        mine, more = parts[row]
-        had = clock[mine]
-        number = int(biggest(had)) // bucket_bytes
-        then = np.maximum(had, number * bucket_bytes) + more
-        if biggest(then) > (number + 1) * bucket_bytes:
-            number += 1
-            then = number * bucket_bytes + more
-        clock[mine] = then
-        found.append(number)
-        used = max(used, number + 1)
-    return np.array(found, dtype=np.int64)
+            loads, most = table[row].copy(), peaks[row]
+            starts.append(item)
+    return np.array([*starts, len(chunk)], dtype=np.int64)

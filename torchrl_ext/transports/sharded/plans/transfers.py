@@ -18,9 +18,8 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.sharing import disjoint
 from torchrl_ext.weights.view import Block
 
-__all__ = ["Pieces", "Transfers", "pieces_of"]
+__all__ = ["Transfers", "transfers_of"]
 
-_WORTH_CUTTING_BYTES = 64 << 10
 _FINEST = 8  # pieces per bucket, where a tensor is larger than one
 _AT_ONCE = 1 << 20  # pairs of boxes that are compared at once, so that memory is bounded
 _EVEN = 16  # rows per part from which parts are equal to within a sixteenth
@@ -55,63 +54,29 @@ class Transfers(NamedTuple):
         most = int(self.loads(ranks, workers).max(initial=0))
         if most <= bucket_bytes:
             return self
-        wanted = -(-most // bucket_bytes)
-        loads = np.zeros((2 * wanted, ranks + workers), dtype=np.int64)
+        at = np.zeros(ranks + workers, dtype=np.int64)  # of each member: the last chunk that it takes part in
+        filled = np.zeros(ranks + workers, dtype=np.int64)  # its bytes there
         rows: list[tuple[int, int, int]] = []
         cut_up: list[Block] = []
         for rank, worker, box in zip(self.rank.tolist(), self.worker.tolist(), self.boxes.tolist(), strict=True):
-            block, members = Block(*map(tuple, box)), [rank, ranks + worker]
-            size = max(block.numel * itemsize // wanted, bucket_bytes // _FINEST, itemsize)
-            pieces = _chunks(block, size // itemsize)
-            for number, piece in enumerate(pieces):
-                nbytes, first = piece.numel * itemsize, number * wanted // len(pieces)
-                while not (free := (loads[first:, members] <= bucket_bytes - nbytes).all(axis=1)).any():
-                    loads = np.concatenate([loads, np.zeros_like(loads)])
-                at = first + int(free.argmax())
-                loads[at, members] += nbytes
-                rows.append((at, rank, worker))
-            cut_up += pieces
+            members = [rank, ranks + worker]
+            for piece in _chunks(Block(*map(tuple, box)), max(bucket_bytes // _FINEST, itemsize) // itemsize):
+                chunk, nbytes = at[members].max(), piece.numel * itemsize
+                used = np.where(at[members] == chunk, filled[members], 0) + nbytes
+                if used.max() > bucket_bytes:
+                    chunk, used = chunk + 1, nbytes
+                at[members], filled[members] = chunk, used
+                rows.append((int(chunk), rank, worker))
+                cut_up.append(piece)
         boxes = _as_array(cut_up, self.boxes.shape[-1])
         chunk, ranks_of, workers_of = np.array(rows, dtype=np.int64).T
         return Transfers(chunk, ranks_of, workers_of, boxes, _volumes(boxes) * itemsize)
 
 
-class Pieces(NamedTuple):
-    """The transfers of a class before a sender is picked among replicas.
-
-    Attributes:
-        holders: the ranks that hold each piece, of which one sends it.
-        turns: over how many parameters of the class the senders of small pieces are spread.
-        piece: int64 of shape (rows,): which of the pieces the box of this row is a part of.
-        worker, boxes, nbytes: as in `Transfers`.
-    """
-
-    holders: list[list[int]]
-    turns: int
-    piece: np.ndarray
-    worker: np.ndarray
-    boxes: np.ndarray
-    nbytes: np.ndarray
-
-    def sent_by(self, sent: list[int], times: int) -> Transfers:
-        """Let the holder of each piece send it that sends least so far, the largest piece first.
-
-        Args:
-            sent: bytes that each rank sends so far; the bytes of these transfers are added.
-            times: how many parameters there are of this kind.
-        """
-        load = np.bincount(self.piece, self.nbytes, len(self.holders)).astype(np.int64)
-        sender = np.zeros(len(self.holders), dtype=np.int64)
-        for at in np.argsort(-load, kind="stable").tolist():
-            sender[at] = rank = min(self.holders[at], key=sent.__getitem__)
-            sent[rank] += times * int(load[at])
-        return Transfers(np.zeros_like(self.piece), sender[self.piece], self.worker, self.boxes, self.nbytes)
-
-
-def pieces_of(
-    index: int, meta: ParamMeta, held: Sequence[Share], needed: Mapping[int, Share], dimensions: int
-) -> Pieces:
-    """Cut a parameter into pieces, and find the parts of them that workers need.
+def transfers_of(
+    index: int, meta: ParamMeta, held: Sequence[Share], needed: Mapping[int, Share], dimensions: int, turn: int
+) -> Transfers:
+    """Find the parts of a parameter that workers need, each with a rank that holds it.
 
     Args:
         index: of the parameter; any of its class.
@@ -119,6 +84,7 @@ def pieces_of(
         held: by trainer rank; they may overlap.
         needed: by worker.
         dimensions: of the boxes.
+        turn: where several ranks hold elements, which of them sends, counted from the first.
 
     Raises:
         ManifestError: a block is no part of the parameter, a worker names an element twice, or nobody holds some of
@@ -127,24 +93,16 @@ def pieces_of(
     blocks = _by_block(index, meta, enumerate(held), "trainer rank")
     needs = _by_block(index, meta, needed.items(), "worker")
     owned = disjoint(meta, blocks)
-    members, wants, turns = list(needs.values()), _as_array(list(needs), dimensions), 1
+    members, wants = list(needs.values()), _as_array(list(needs), dimensions)
     for one, other in zip(*_meets(wants, wants)[:2], strict=True):
         if one < other and (both := set(members[one]).intersection(members[other])):
             raise ManifestError(f"worker {min(both)} asks for elements of {meta} twice", expected="disjoint blocks")
-    pieces, holders = list[Block](), list[list[int]]()
-    for cell, ranks in owned.items():
-        parts = [cell]
-        if len(ranks) > 1 and len(shared := _meets(_as_array([cell], dimensions), wants)[2]):
-            start, stop = shared[:, 0].min(axis=0), shared[:, 1].max(axis=0)
-            hull = Block(*(tuple(edge[: len(meta.shape)].tolist()) for edge in (start, stop)))
-            large = hull.numel * meta.dtype.itemsize >= _WORTH_CUTTING_BYTES
-            parts, turns = (_cut(hull, len(ranks)), turns) if large else ([hull], max(turns, len(ranks)))
-        pieces += parts
-        holders += [ranks] * len(parts)
-    piece, need, boxes = _meets(_as_array(pieces, dimensions), wants)
-    row = np.repeat(np.arange(len(piece)), [len(members[one]) for one in need])
+    sender = np.array([ranks[(turn + at) % len(ranks)] for at, ranks in enumerate(owned.values())], dtype=np.int64)
+    cell, need, boxes = _meets(_as_array(list(owned), dimensions), wants)
+    row = np.repeat(np.arange(len(cell)), [len(members[one]) for one in need])
     worker = np.array([member for one in need for member in members[one]], dtype=np.int64)
-    return Pieces(holders, turns, piece[row], worker, boxes[row], _volumes(boxes[row]) * meta.dtype.itemsize)
+    nbytes = _volumes(boxes[row]) * meta.dtype.itemsize
+    return Transfers(np.zeros_like(row), sender[cell[row]], worker, boxes[row], nbytes)
 
 
 def _by_block(index: int, meta: ParamMeta, shares: Iterable[tuple[int, Share]], who: str) -> dict[Block, list[int]]:
