@@ -6,20 +6,14 @@ import subprocess
 import tempfile
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from tensordict import set_list_to_stack
-from torch.distributed.device_mesh import init_device_mesh
-from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.processes import COMMAND, WAIT_S, finished, running_python
-from tests.ranks import outcomes_of, require_passed
-from torchrl_ext.cli.demo.training import Trainer, read_model
 from torchrl_ext.testing.tiny import make_tiny_lm
 
 
@@ -58,51 +52,6 @@ def test_the_demo_follows_by_disk_with_engines_that_run_already(server):
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "3", "paused": False}
 
 
-def test_a_sharded_trainer_of_two_ranks_learns_and_proves_the_same(server):
-    done = run("demo", "--engines", server.url, "--trainer-ranks", "2", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    told = document(done)
-    assert told["verified"] and told["weights_equal"] and told["greedy_equal"]
-    assert (told["trainer_ranks"], told["tp"]) == (2, 1)
-    assert all(report["verified"] for report in told["syncs"]) and len(told["syncs"]) == 3
-    assert told["rewards"][1] - told["rewards"][0] > 0.01
-
-
-def one_step(rank, world, folder):
-    """Ranks that share a model take the step that one rank takes on the same rollouts."""
-    where = Path(folder).parent
-    with set_list_to_stack(True):
-        trainer = Trainer(where / "model", mesh=init_device_mesh("cpu", (world,)))
-        rollouts = collected(trainer, (where / "url").read_text()) if rank == 0 else None
-        trainer.step(rollouts)
-        shared = trainer.whole()
-        if rank == 0:
-            alone = Trainer(where / "model")
-            alone.step(rollouts)
-            before = dict(read_model(where / "model").named_parameters())
-            for name, one, two in zip(before, alone.model.parameters(), shared.parameters(), strict=True):
-                moved, apart = (one - before[name]).norm().item(), (one - two).norm().item()
-                assert moved > 0 and apart < 0.02 * moved, (name, moved, apart)
-
-
-def collected(trainer, url):
-    settings = {"generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}, "seed": 0}
-    policy = tx.RemoteLLMPolicy(url, tokenizer=trainer.tokenizer, input_mode="text", **settings)
-    turns = trainer.task.turns
-    collector = LLMCollector(trainer.task.env(), policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns)
-    try:
-        return next(iter(collector))
-    finally:
-        collector.shutdown()
-
-
-def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(server, tmp_path):
-    """Adam moves weights with hardly any gradient as far as others, so they are not compared bit by bit."""
-    make_tiny_lm(tmp_path / "model")
-    (tmp_path / "url").write_text(server.url)
-    require_passed(one_step, outcomes_of([one_step], 2, tmp_path))
-
-
 def test_without_json_the_demo_prints_nothing_on_standard_output(server):
     done = run("demo", "--engines", server.url, "--steps", "1")
     assert done.returncode == 0 and done.stdout == ""
@@ -118,7 +67,6 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
         (["--engine", "steam"], "embedded, sglang, vllm", 2),
         (["--seed", "vime"], "--seed", 2),
         (["--steps", "0"], "--steps", 2),
-        (["--trainer-ranks", "0"], "--trainer-ranks", 2),
         (["--transport", "collective", "--root", "updates"], "uses no directory", 2),
         (["--tp", "2"], "never share a model", 2),
         (["--tp", "2", "--engine", "vllm", "--engines", "127.0.0.1:9"], "that the demo starts", 2),
@@ -163,10 +111,6 @@ class Demo:
     def children(self):
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def rank(self):
-        """The one other rank of the trainer; before it in the list is its guard."""
-        return [child for child in self.children() if "torchrl_ext.cli.demo.ranks" in child.cmdline()][-1]
-
     def interrupt(self, number=signal.SIGINT):
         self.process.send_signal(number)
         return self.ended()
@@ -180,60 +124,19 @@ class Demo:
 
 
 @pytest.mark.parametrize(
-    ("moment", "number", "ranks"),
+    ("moment", "number"),
     [
-        ("starting the embedded engine", signal.SIGTERM, 1),
-        pytest.param("step 1", signal.SIGTERM, 1, marks=pytest.mark.exhaustive),
-        pytest.param("step 1", signal.SIGINT, 2, marks=pytest.mark.exhaustive),
+        ("starting the embedded engine", signal.SIGTERM),
+        pytest.param("step 1", signal.SIGINT, marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_interrupt_leaves_no_process_behind(moment, number, ranks):
-    with Demo("--trainer-ranks", ranks) as demo:
+def test_an_interrupt_leaves_no_process_behind(moment, number):
+    with Demo() as demo:
         demo.read_until(moment)
         children = demo.children()
         assert demo.interrupt(number)["error"] == "interrupted"
         assert demo.process.returncode == 130
         assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
-
-
-@pytest.mark.exhaustive
-def test_a_rank_of_the_trainer_that_dies_ends_the_demo_and_leaves_no_process_behind(server):
-    with Demo("--engines", server.url, "--trainer-ranks", "2", "--transport", "disk") as demo:
-        demo.read_until("step 1")
-        children = demo.children()
-        demo.rank().kill()
-        told = demo.ended()
-        assert told["type"] == "TransportError" and told["error"].startswith("trainer rank 1 ended")
-        assert demo.process.returncode == 3
-        assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
-
-
-@pytest.mark.exhaustive
-def test_the_ranks_of_a_trainer_end_with_their_first_however_it_ends(server):
-    with Demo("--engines", server.url, "--trainer-ranks", "2") as demo:
-        demo.read_until("step 1")
-        children = demo.children()
-        demo.process.kill()
-        assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
-
-
-RANKS = """
-import sys
-from torch import distributed as dist
-from torchrl_ext.cli.demo.ranks import RankSpec, trainer_ranks
-
-folder = sys.argv[1]
-spec = RankSpec(ranks=2, steps=1, store=folder + "/store", model_dir=folder + "/missing", seed=0, transport="disk",
-                settings={"root": folder}, threads=1)
-with trainer_ranks(spec):
-    dist.barrier()
-"""
-
-
-def test_a_rank_of_the_trainer_that_fails_says_why(tmp_path):
-    done = finished(RANKS, tmp_path)
-    assert done.returncode == 1
-    assert "TransportError: trainer rank 1 ended" in done.stderr and "/missing" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("moment", ["loading the trainer", pytest.param("step 3", marks=pytest.mark.exhaustive)])

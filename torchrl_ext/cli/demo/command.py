@@ -17,7 +17,6 @@ from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrl_ext.cli.demo.ranks import RankSpec
     from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["app"]
@@ -41,7 +40,6 @@ def demo(
     root: Annotated[str | None, typer.Option(help="Directory for transports that use files.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of weights and sampling.")] = 0,
-    trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that share the policy, sharded by FSDP2.")] = 1,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Workers that share the started engine's model.")] = 1,
 ) -> int:
     """Train a tiny policy and keep an engine at its newest weights, with proof.
@@ -54,10 +52,9 @@ def demo(
     Examples:
     * `torchrl-ext demo`
     * `torchrl-ext demo --engine vllm --transport disk`
-    * `torchrl-ext demo --transport sharded --trainer-ranks 2 --engine vllm --tp 2`
+    * `torchrl-ext demo --transport sharded --engine vllm --tp 2`
     * `torchrl-ext demo --model policy --engines 127.0.0.1:8000 127.0.0.1:8001`
     """
-    from torchrl_ext.cli.demo.ranks import RankSpec
     from torchrl_ext.registry import transports
 
     _check(transport, engine, engines, tp, root)
@@ -75,19 +72,10 @@ def demo(
                 )
         known = inspect.signature(transports.load(transport)).parameters
         settings = {"root": root or str(folder / "updates"), "make": infos[0].kind}
-        spec = RankSpec(
-            ranks=trainer_ranks,
-            steps=steps,
-            store=str(folder / "store"),
-            model_dir=model_dir,
-            seed=seed,
-            transport=transport,
-            settings={name: value for name, value in settings.items() if name in known},
-            verify="outputs" if any(info.stock for info in infos) else True,
-            threads=None if model else 1,  # products of the tiny model lose more to waiting threads than they gain
-        )
-        told = _train(spec, infos, interrupts)
-    told |= {"trainer_ranks": trainer_ranks, "tp": tp, "steps": steps, "seed": seed}
+        settings = {name: value for name, value in settings.items() if name in known}
+        threads = None if model else 1  # products of the tiny model lose more to waiting threads than they gain
+        told = _train(infos, interrupts, transport, settings, model_dir, steps=steps, seed=seed, threads=threads)
+    told |= {"transport": transport, "tp": tp, "steps": steps, "seed": seed}
     return answer({**told, "seconds": time.perf_counter() - began}, status=0 if told["verified"] else 1)
 
 
@@ -161,28 +149,37 @@ def _started(
     return discover(server.url), model_dir
 
 
-def _train(spec: RankSpec, infos: Sequence[EngineInfo], interrupts: Interrupts) -> Info:
+def _train(
+    infos: Sequence[EngineInfo],
+    interrupts: Interrupts,
+    transport: str,
+    settings: Info,
+    model_dir: str,
+    *,
+    steps: int,
+    seed: int,
+    threads: int | None,
+) -> Info:
     """Train with an update at the start and after each step; return the document of ``--json``."""
     import torch
     from tensordict import set_list_to_stack
     from torchrl.collectors.llm import LLMCollector
 
     import torchrl_ext as tx
-    from torchrl_ext.cli.demo.ranks import trainer_ranks
     from torchrl_ext.cli.demo.training import Trainer, quiet
     from torchrl_ext.rollout.torchrl.lag import MaxLag
 
     quiet()
-    torch.manual_seed(spec.seed)
-    if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
+    torch.manual_seed(seed)
+    if threads is not None:
+        torch.set_num_threads(threads)
     urls, kinds, rewards, losses = [info.url for info in infos], [info.kind for info in infos], [], []
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_list_to_stack(True))  # as TorchRL's chat environments want it
-        note(f"preparing the model on {spec.ranks} trainer rank(s)")
-        trainer = Trainer(spec.model_dir, seed=spec.seed, mesh=stack.enter_context(trainer_ranks(spec)))
-        transport = tx.make_transport(spec.transport, **spec.settings)
-        sender = tx.WeightSender(transport, tx.connect(*urls), verify=spec.verify)
+        note("preparing the model")
+        trainer = Trainer(model_dir, seed=seed)
+        verify: bool | str = "outputs" if any(info.stock for info in infos) else True
+        sender = tx.WeightSender(tx.make_transport(transport, **settings), tx.connect(*urls), verify=verify)
         stack.callback(sender.shutdown)
         sender.register_model(trainer.model)
         client = stack.enter_context(contextlib.closing(tx.InferenceClient(urls, kind=kinds)))
@@ -191,14 +188,14 @@ def _train(spec: RankSpec, infos: Sequence[EngineInfo], interrupts: Interrupts) 
             tokenizer=trainer.tokenizer,
             input_mode="text",
             generate_kwargs={"max_new_tokens": _MAX_TOKENS, "ignore_eos": True},  # to end early would be an easy reward
-            seed=spec.seed * 1_000_003,
+            seed=seed * 1_000_003,
         )
         fresh, turns = MaxLag(0, lambda: sender.version), trainer.task.turns
         collector = LLMCollector(
             trainer.task.env(),
             policy=policy,
             dialog_turns_per_batch=turns,
-            total_dialog_turns=spec.steps * turns,
+            total_dialog_turns=steps * turns,
             track_policy_version=True,
             postproc=fresh,
         )
@@ -216,11 +213,10 @@ def _train(spec: RankSpec, infos: Sequence[EngineInfo], interrupts: Interrupts) 
             version, size = syncs[-1].version, syncs[-1].bytes
             note(f"step {step}  reward {reward:.3f}  loss {loss:+.4f}  version {version}  {size:,} bytes")
         note("comparing the engine with the trainer")
-        model = trainer.whole()
         found = {
             "on_policy": fresh.seen > 0 and fresh.stale == 0,
-            "weights_equal": syncs[-1].verified and _same_weights(model, urls),
-            "greedy_equal": all(_same_greedy(model, trainer.task.prompts, info) for info in infos),
+            "weights_equal": syncs[-1].verified and _same_weights(trainer.model, urls),
+            "greedy_equal": all(_same_greedy(trainer.model, trainer.task.prompts, info) for info in infos),
         }
     verified = all(found.values()) and all(report.verified for report in syncs)
     words = {True: "yes", False: "no"}
@@ -231,7 +227,6 @@ def _train(spec: RankSpec, infos: Sequence[EngineInfo], interrupts: Interrupts) 
     return {
         "verified": verified,
         **found,
-        "transport": spec.transport,
         "engine": ", ".join(dict.fromkeys(kinds)),
         "engines": urls,
         "rewards": rewards,

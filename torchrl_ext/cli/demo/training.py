@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from safetensors.torch import load, save
-from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import distributed as dist
+from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader, Dataset
 from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
 from torchrl.envs import EnvBase, InitTracker, Transform
@@ -21,9 +18,6 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy", "quiet", "read_model"]
 
@@ -96,50 +90,17 @@ class DigitsTask:
         return env.append_transform(DigitsReward(self._tokenizer, self._vocabulary)).append_transform(InitTracker())
 
 
-def _broadcast(batch: TensorDictBase | None) -> TensorDictBase:
-    """Return rank 0's rollouts on every rank, as one row each: all tensors, and the query, which groups them.
-
-    Args:
-        batch: the rollouts on rank 0; None on other ranks.
-    """
-    tensors = {
-        json.dumps([number, row["query"], key]): row.get(key).detach().clone(memory_format=torch.contiguous_format)
-        for number, row in enumerate([] if batch is None else batch.reshape(-1).unbind(0))
-        for key in row.keys(include_nested=True, leaves_only=True)
-    }
-    content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
-    size = torch.tensor(len(content))
-    dist.broadcast(size, 0)
-    if batch is None:
-        content = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(content, 0)
-    rows: dict[int, TensorDict] = {}
-    for name, tensor in load(content.numpy().tobytes()).items():
-        number, query, key = json.loads(name)
-        row = rows.setdefault(number, TensorDict({"query": query}))
-        row.set(key if isinstance(key, str) else tuple(key), tensor)
-    return lazy_stack([rows[number] for number in sorted(rows)])
-
-
 class Trainer:
     """Trains a causal LM on rollouts by GRPO, with Adam.
-
-    Several ranks can train one model, sharded by FSDP2. All of them take the same steps on the same rollouts.
 
     Args:
         model_dir: Hugging Face checkpoint directory where training starts.
         group: generations per prompt; rewards are compared within a group.
-        seed: of the order of minibatches; the same on every rank.
-        mesh: the ranks that share the model; None for one rank.
+        seed: of the order of minibatches.
     """
 
-    def __init__(
-        self, model_dir: str | Path, *, group: int = _GROUP, seed: int = 0, mesh: DeviceMesh | None = None
-    ) -> None:
-        self._model_dir, self._mesh = model_dir, mesh
+    def __init__(self, model_dir: str | Path, *, group: int = _GROUP, seed: int = 0) -> None:
         self.model: Any = read_model(model_dir)
-        if mesh is not None:
-            _shard(self.model, mesh)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self.task = DigitsTask(self.tokenizer, self.model.get_input_embeddings().weight.shape[0], group=group)
         actor = TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode="tokens", generate=False)
@@ -147,18 +108,16 @@ class Trainer:
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=_LEARNING_RATE)
         self._group, self._seed, self._steps = group, seed, 0
 
-    def step(self, batch: TensorDictBase | None = None) -> tuple[float, float]:
-        """Take policy-gradient steps on rollouts; every rank calls this.
+    def step(self, batch: TensorDictBase) -> tuple[float, float]:
+        """Take policy-gradient steps on rollouts.
 
         Args:
-            batch: rollouts of an `LLMCollector`; None on ranks other than 0, which get rank 0's.
+            batch: rollouts of an `LLMCollector`.
 
         Returns:
             Mean reward of the rollouts, mean loss.
         """
         self._steps += 1
-        if self._mesh is not None or batch is None:
-            batch = _broadcast(batch)
         rollouts = batch.reshape(-1)
         buffer = ReplayBuffer(
             storage=LazyStackStorage(len(rollouts)),
@@ -169,7 +128,7 @@ class Trainer:
         buffer.extend(rollouts)
         losses = []
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed * 1_000_003 + self._steps)  # so every rank takes the same minibatches
+            torch.manual_seed(self._seed * 1_000_003 + self._steps)
             for _ in range(_EPOCHS):
                 for minibatch in buffer:
                     out = self._loss(minibatch)
@@ -181,33 +140,6 @@ class Trainer:
                     losses.append(loss.item())
         return rollouts["next", "reward"].mean().item(), sum(losses) / len(losses)
 
-    def whole(self) -> Any:
-        """Return the whole model: the live one, or on rank 0 a copy if it is sharded; every rank calls this.
-
-        Other ranks return None.
-        """
-        if self._mesh is None:
-            return self.model
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        tensors = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if self._mesh.get_rank() != 0:
-            return None
-        model = read_model(self._model_dir)
-        model.load_state_dict(tensors)
-        return model
-
-
-def _shard(model: Any, mesh: DeviceMesh) -> None:
-    """Shard ``model`` by FSDP2: each decoder layer by itself, other parameters with the root."""
-    from torch.distributed.fsdp import fully_shard
-
-    layers = set(model._no_split_modules or ())
-    for part in list(model.modules()):
-        if type(part).__name__ in layers:
-            fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
 
 def read_model(model_dir: str | Path) -> Any:
     """Return the causal LM of a checkpoint directory, in float32 and without dropout."""
@@ -217,7 +149,7 @@ def read_model(model_dir: str | Path) -> Any:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """Continue ``prompt`` greedily by ``max_tokens`` tokens with an unsharded model, by `transformers`."""
+    """Continue ``prompt`` greedily by ``max_tokens`` tokens by `transformers`."""
     ids = torch.tensor([list(prompt)])
     settings = {"do_sample": False, "max_new_tokens": max_tokens, "eos_token_id": None, "pad_token_id": 0}
     return tuple(model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist())
