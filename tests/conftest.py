@@ -128,7 +128,7 @@ def outcomes(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def s3():
-    """Address of a server that lives as long as the session."""
+    """A server that lives as long as the session, which clients and child processes find in the environment."""
     pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     port = free_port()
@@ -148,7 +148,10 @@ def s3():
             except httpx.TransportError:
                 continue
         httpx.put(f"{url}/bucket", timeout=30).raise_for_status()
-        yield {"endpoint_url": url, "key": "k", "secret": "s"}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, found in (("ENDPOINT_URL", url), ("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s")):
+                patch.setenv(f"AWS_{name}", found)
+            yield
     finally:
         child.kill()
         child.wait(WAIT_S)

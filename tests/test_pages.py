@@ -59,11 +59,8 @@ def test_the_blocks_of_a_page_run_as_they_are_printed(page, urls, checkpoint):
 
 @pytest.fixture
 def ray_address(s3):
-    """A cluster whose actors find the object store, and which ``address="auto"`` means."""
+    """A cluster whose actors find the remote store, and which ``address="auto"`` means."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", s3["endpoint_url"])
-        patch.setenv("AWS_ACCESS_KEY_ID", s3["key"])
-        patch.setenv("AWS_SECRET_ACCESS_KEY", s3["secret"])
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # actors import what the preamble defines
         with two_nodes(num_gpus=ACCELERATORS) as ray:
             patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)

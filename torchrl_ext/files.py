@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar, final
 
 from torchrl_ext.errors import IntegrityError
@@ -17,7 +16,7 @@ _Path = str | os.PathLike[str]
 
 
 class OpenFile(ABC):
-    """A file, or an object in a bucket, that is open for reading at any position.
+    """A file, or a value of a remote store, that is open for reading at any position.
 
     Attributes:
         path: where it is, for messages.
@@ -29,17 +28,6 @@ class OpenFile(ABC):
 
     path: str
     nbytes: int
-
-    def ahead(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Fetch ranges together that are about to be read, where that saves time.
-
-        Args:
-            spans: first byte and number of bytes of each. What was fetched stays in memory until the next call.
-
-        Raises:
-            OSError, StoreError: they cannot be read.
-        """
-        return
 
     @abstractmethod
     def read_into(self, view: memoryview, offset: int) -> int:

@@ -133,7 +133,7 @@ def route_of(manifest: DeltaManifest, files: dict[str, bytes]) -> OpenRoute:
     store = MemoryStore()
     for name, data in {**files, MANIFEST: b""}.items():
         store.put(f"{FOLDER}/{name}", data)
-    route = Route(start=("r", 1), keyframe=None, deltas=((FOLDER, manifest),), nbytes=0, first=2)
+    route = Route(start=("r", 1), keyframe=None, deltas=((FOLDER, manifest),), nbytes=0)
     return OpenRoute(_Chain(manifest, store), route, 2, None, ("r", 1), None)
 
 

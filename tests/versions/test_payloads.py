@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import uuid
 import weakref
 
@@ -13,13 +12,12 @@ import torch
 from tests.transports.chains import flip, same
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores import LocalStore
-from torchrl_ext.stores import object as objects
+from torchrl_ext.stores import LocalStore, remote
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.object import ObjectStore
+from torchrl_ext.stores.remote import RemoteStore, _RemoteFile
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.versions import checkpoint_reader, checkpoint_writer, payloads
+from torchrl_ext.versions import checkpoint_reader, payloads
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 
@@ -50,17 +48,6 @@ class Counting:
 
 class CountingStore(Counting, LocalStore):
     """A directory."""
-
-
-class CountingBucket(Counting, ObjectStore):
-    """A bucket from which no whole value but a manifest can be read."""
-
-    def local(self, folder, names):
-        raise AssertionError(f"{folder} was staged")
-
-    def get(self, key, at_most=None):
-        assert at_most is not None, key
-        return super().get(key, at_most)
 
 
 @pytest.fixture
@@ -139,42 +126,43 @@ def test_a_reader_whose_versions_are_removed_under_it_takes_the_newest_keyframe(
     assert reader.received_version == VERSIONS + 1 and Chain(store).numbers() == [VERSIONS + 1]
 
 
-class TestABucketsKeyframe:
-    @pytest.fixture
-    def bucket(self, monkeypatch):
-        monkeypatch.setattr(objects, "_PIECE_BYTES", 2 << 10)
-        monkeypatch.setattr(objects._Object, "chunk_bytes", 16 << 10)
-        monkeypatch.setattr(checkpoint_reader, "_AHEAD_BYTES", 16 << 10)
-        monkeypatch.setattr(checkpoint_writer, "PART_BYTES", 4 << 10)
-        monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-        return CountingBucket(f"memory://{uuid.uuid4().hex}/root")
+class CountingRemote(Counting, RemoteStore):
+    """A remote store from which no whole value but a manifest can be read."""
 
-    def test_it_is_read_in_ranges_and_verified_before_tensors_are_filled_and_no_disk_is_used(self, bucket):
-        sizes = [3, 700, 100_000, 1, 5000, 0, 9000, 20_001, 12] * 2
-        dtypes = [torch.bfloat16, torch.float32, torch.int8]
-        own = {f"t{n}": any_bits(dtypes[n % 3], size, seed=n) for n, size in enumerate(sizes)}
-        DeltaTransport(bucket.url, shard_bytes=60 << 10).send_weights("policy", own)
-        folder = "weight_v000001"
+    def get(self, key, at_most=None):
+        assert at_most is not None, key
+        return super().get(key, at_most)
 
-        def opened():
-            reader = ChainReader(Chain(bucket), lambda number, full: PublishedVersion(bucket, number, full))
-            return reader, reader.open(1), {name: torch.zeros_like(tensor) for name, tensor in own.items()}
 
-        reader, route, held = opened()
-        bucket.most = 0
-        assert same(dict(reader.tensors(route, {})), own)
-        assert bucket.most <= 4 * objects._Object.chunk_bytes < sum(t.nbytes for t in own.values()) / 5
-        reader, route, held = opened()
-        assert same(dict(reader.tensors(route, held)), own) and same(held, own)
-        file = sorted(name for name in bucket.list(folder) if name.endswith(".safetensors"))[-1]
-        content = bytearray(bucket.get(f"{folder}/{file}", 1 << 30))
-        content[-1] ^= 1
-        bucket.put(f"{folder}/{file}", bytes(content))
-        reader, route, held = opened()
-        with pytest.raises(IntegrityError, match=rf"in memory://.*{file} is damaged"):
-            list(reader.tensors(route, held))
-        assert not any(tensor.any() for tensor in held.values())
-        reader, route, _ = opened()
-        bucket.delete(folder)
-        with pytest.raises(IntegrityError, match=r"model-\d+-of-\d+.safetensors was removed while it was read"):
-            list(reader.tensors(route, {}))
+def test_a_remote_keyframe_is_read_in_ranges_and_verified_before_tensors_are_filled(monkeypatch):
+    monkeypatch.setattr(remote, "_AHEAD_BYTES", 4 << 10)
+    monkeypatch.setattr(_RemoteFile, "chunk_bytes", 16 << 10)
+    monkeypatch.setattr(checkpoint_reader, "_BATCH_BYTES", 16 << 10)
+    sizes, dtypes = [3, 700, 100_000, 1, 5000, 0, 9000, 20_001, 12] * 2, [torch.bfloat16, torch.float32, torch.int8]
+    own = {f"t{n}": any_bits(dtypes[n % 3], size, seed=n) for n, size in enumerate(sizes)}
+    store, folder = CountingRemote(f"memory://{uuid.uuid4().hex}/root"), "weight_v000001"
+    DeltaTransport(store.url, shard_bytes=60 << 10).send_weights("policy", own)
+
+    def opened():
+        reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+        return reader, reader.open(1), {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+
+    reader, route, held = opened()
+    store.most = 0
+    assert same(dict(reader.tensors(route, {})), own)
+    files = [name for name in store.list(folder) if name.endswith(".safetensors")]
+    assert store.most <= (len(files) + 4) * _RemoteFile.chunk_bytes < sum(tensor.nbytes for tensor in own.values()) / 2
+    reader, route, held = opened()
+    assert same(dict(reader.tensors(route, held)), own) and same(held, own)
+    file = files[-1]
+    content = bytearray(store.get(f"{folder}/{file}", 1 << 30))
+    content[-1] ^= 1
+    store.put(f"{folder}/{file}", bytes(content))
+    reader, route, held = opened()
+    with pytest.raises(IntegrityError, match=rf"in memory://.*{file} is damaged"):
+        list(reader.tensors(route, held))
+    assert not any(tensor.any() for tensor in held.values())
+    reader, route, _ = opened()
+    store.delete(folder)
+    with pytest.raises(FileNotFoundError):
+        list(reader.tensors(route, {}))

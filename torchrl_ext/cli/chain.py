@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VERSION_HEAD", "app", "version_line"]
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="Directory or object-store URL of the versions.")]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="Directory or URL of the versions.")]
 Base = Annotated[
     str | None, typer.Option(metavar="DIR", help="Checkpoint that counts as version 0 if the first version is a delta.")
-]
-StorageOption = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Setting of the fsspec filesystem; repeat it for several.")
 ]
 Version = Annotated[int, typer.Argument(metavar="VERSION")]
 Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
@@ -31,16 +28,11 @@ Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty dire
 app = typer.Typer(help="List, check, prune and unpack the versions under a root.")
 
 
-def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Reader:
+def _reader(root: str, base: str | None) -> Reader:
     from torchrl_ext.stores import open_store
     from torchrl_ext.versions.others import Reader
 
-    options = dict[str, str]()
-    for text in storage_option or ():
-        key, equals, options[key] = text.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"--storage-option {text!r}", expected="KEY=VALUE")
-    store = open_store(root, options)
+    store = open_store(root)
     if not store.available():
         raise ConfigError(f"there is nothing at {root}", expected="a root that a delta transport publishes into")
     return Reader(store, base)
@@ -48,14 +40,14 @@ def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Re
 
 @app.command("list", hidden=True)
 @app.command("ls")
-def ls(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
+def ls(root: Root, base: Base = None) -> int:
     """List every version: kind, base, bytes, encoding, density.
 
     Examples:
     * `torchrl-ext chain ls /shared/updates`
     * `torchrl-ext chain ls s3://bucket/run-7`
     """
-    reader = _reader(root, base, storage_option)
+    reader = _reader(root, base)
     rows = [reader.summary(number) for number in reader.numbers()]
     document = {"root": reader.store.url, "latest": reader.chain.latest(), "versions": rows}
     return answer(document, VERSION_HEAD, *map(version_line, rows), f"latest: {document['latest']}")
@@ -74,7 +66,7 @@ def version_line(row: Mapping[str, Any]) -> str:
 
 
 @app.command()
-def verify(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
+def verify(root: Root, base: Base = None) -> int:
     """Recompute every digest; the exit status is 1 if a version is damaged or cannot be checked.
 
     Example: `torchrl-ext chain verify /shared/updates --base checkpoints/start`
@@ -82,7 +74,7 @@ def verify(root: Root, base: Base = None, storage_option: StorageOption = None) 
     from torchrl_ext.versions.checkpoint_reader import PublishedVersion
     from torchrl_ext.weights.digests import tensor_digest
 
-    reader = _reader(root, base, storage_option)
+    reader = _reader(root, base)
     follower = reader.follower(keep=True)
     rows: list[dict[str, Any]] = []
     for number in reader.numbers():
@@ -130,13 +122,12 @@ def gc(
         int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with every version that follows them.")
     ] = 1,
     base: Base = None,
-    storage_option: StorageOption = None,
 ) -> int:
     """Remove the versions before the newest keyframes.
 
     Example: `torchrl-ext chain gc /shared/updates --keep 2`
     """
-    reader = _reader(root, base, storage_option)
+    reader = _reader(root, base)
     reader.store.own()  # fails where a trainer has the lock: it collects by itself
     try:
         removed = reader.chain.collect(keep_keyframes=keep)
@@ -155,7 +146,6 @@ def materialize(
         int, typer.Option(min=1, show_default="4 GiB", help="Largest total size of the tensors in one file, in bytes.")
     ] = 4 << 30,
     base: Base = None,
-    storage_option: StorageOption = None,
 ) -> int:
     """Write a version as a complete Hugging Face checkpoint.
 
@@ -165,7 +155,7 @@ def materialize(
     from torchrl_ext.versions.checkpoint_writer import FullWriter
     from torchrl_ext.versions.others import Unpacked
 
-    reader = _reader(root, base, storage_option)
+    reader = _reader(root, base)
     folder = Path(os.path.abspath(out))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already", expected="a new or empty directory", state="nothing was written")

@@ -45,7 +45,6 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     shard_bytes: int | None = None
     files: Any = None
     settings: Any = None
-    storage_options: Any = None
     checksum: str | None = None
     adapter: bool | None = None
     seen_at: str | None = None

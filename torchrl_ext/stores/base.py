@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import xxhash
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.files import OpenFile
 
-__all__ = ["Draft", "MemoryStore", "Store", "checked_key", "seconds_left"]
+__all__ = ["Draft", "MemoryStore", "Store", "checked_key"]
 
 _LEADS_OUT = re.compile(r"(^|/)\.{0,2}(/|$)|[\0\\]")
 
@@ -26,11 +24,8 @@ class Draft(ABC):
     """A folder that is being written; readers see it only when its `Store.draft` block ends.
 
     Attributes:
-        appends: files are written by `append`, from the first byte to the last; if false, there is a `path`.
         path: a local directory: files written into it directly, and synced, belong to the folder too.
     """
-
-    appends: ClassVar[bool] = False
 
     path: Path
 
@@ -46,16 +41,6 @@ class Draft(ABC):
     def write(self, name: str, data: bytes) -> None:
         """Write one file durably, after all earlier files; a ``/`` in its name creates a folder."""
 
-    def append(self, name: str) -> AbstractContextManager[Callable[[bytes | memoryview], object]]:
-        """Open a file and return a function that appends bytes to it; the file is complete when the block ends.
-
-        Several files may be open at the same time, each in its own thread.
-
-        Raises:
-            StoreError: as `Store.put`.
-        """
-        raise StoreError(f"{name} cannot be written piece by piece", state="nothing was written")
-
 
 class Store(ABC):
     """Named bytes: one trainer publishes folders, and readers read files.
@@ -70,14 +55,8 @@ class Store(ABC):
     """
 
     locked: ClassVar[bool] = True
-    """Whether the store keeps a second writer out while the first one lives. If not, a writer that has lost the root
-    may still replace a value late; values that are only created stay unchanged."""
-
-    gap_bytes: ClassVar[int] = 4096
-    """Largest gap, in bytes, between two ranges that is faster to read than to skip with another request."""
-
-    reads_removed: ClassVar[bool] = True
-    """Whether an open value can still be read after its removal."""
+    """Whether the store keeps a second writer out while the first one lives. If not, one that has lost the root may
+    still replace a value late, but none that belongs to a version."""
 
     url: str
     owned: bool = False
@@ -126,7 +105,6 @@ class Store(ABC):
         """
         return _InMemory(f"{self.url}/{key}", self.get(key))
 
-    @abstractmethod
     def stamp(self, key: str) -> str | None:
         """Return a text that changes whenever the value is put again, if possible without reading the value.
 
@@ -136,14 +114,22 @@ class Store(ABC):
         Raises:
             StoreError: the store cannot tell.
         """
+        try:
+            return xxhash.xxh3_128_hexdigest(self.get(key))
+        except FileNotFoundError:
+            return None
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
         """Return the sorted names directly under ``folder``, without temporary files; [] if there are none."""
 
-    @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of each value directly under ``folder``, by name; {} if there are none."""
+        found = {}
+        for name in self.list(folder):
+            with suppress(FileNotFoundError):  # a folder
+                found[name] = self.open(f"{folder}/{name}").nbytes
+        return found
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -153,7 +139,6 @@ class Store(ABC):
             StoreError: it cannot be removed.
         """
 
-    @abstractmethod
     def own(self) -> bool:
         """Become the store's only writer; called before each version, as what the name means may have changed.
 
@@ -163,10 +148,12 @@ class Store(ABC):
         Raises:
             StoreError: another writer owns the store, or it cannot be created.
         """
+        before, self.owned = self.owned, True
+        return not before
 
-    @abstractmethod
     def disown(self) -> None:
         """Release the store for another writer; allowed without owning it."""
+        self.owned = False
 
     @abstractmethod
     def draft(self, folder: str, needed_bytes: int = 0) -> AbstractContextManager[Draft]:
@@ -194,9 +181,13 @@ class Store(ABC):
         """
         raise StoreError(f"{self.url} takes files from one process only", state="nothing was written")
 
-    @abstractmethod
     def available(self) -> bool:
         """Return whether the store can be reached."""
+        try:
+            self.list()
+        except StoreError:
+            return False
+        return True
 
 
 def checked_key(key: str) -> str:
@@ -208,13 +199,6 @@ def checked_key(key: str) -> str:
     if _LEADS_OUT.search(key):
         raise StoreError(f"{key!r} is not a name inside a store", expected="a relative name without '..'")
     return key
-
-
-def seconds_left(until: Any) -> float | None:
-    """Return the seconds left until an untrusted time in seconds since 1970; None if it is not a time."""
-    if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
-        return None
-    return until - time.time()
 
 
 class _InMemory(OpenFile):
@@ -258,10 +242,6 @@ class MemoryStore(Store):
             raise IntegrityError(f"{self.url}/{key} has {len(data):,} bytes", expected=f"at most {at_most:,}")
         return data
 
-    def stamp(self, key: str) -> str | None:
-        data = self._values.get(checked_key(key))
-        return None if data is None else xxhash.xxh3_128_hexdigest(data)
-
     def list(self, folder: str = "") -> list[str]:
         prefix = f"{checked_key(folder)}/" if folder else ""
         names = {key[len(prefix) :].split("/")[0] for key in list(self._values) if key.startswith(prefix)}
@@ -281,13 +261,6 @@ class MemoryStore(Store):
             if known == key or known.startswith(inside):
                 self._values.pop(known, None)
 
-    def own(self) -> bool:
-        before, self.owned = self.owned, True
-        return not before
-
-    def disown(self) -> None:
-        self.owned = False
-
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
         if self.files(folder):
@@ -300,6 +273,3 @@ class MemoryStore(Store):
         yield draft
         for name, data in draft.files.items():
             self._values[f"{folder}/{name}"] = data
-
-    def available(self) -> bool:
-        return True

@@ -1,6 +1,6 @@
 """Versions in a store: full ones, deltas that each name their base, the pointer to the newest, and what may be deleted.
 
-    latest                          number of the newest version; moved last, and never back
+    latest                          number of the newest version, and its run; moved last, and never back
     weight_v000001/...              files of one version, here a full one
     weight_v000001/manifest.json    its last file: a directory without one is not a version
     weight_v000002/                 delta on 1
@@ -11,8 +11,8 @@ A reader that follows reads one delta per version, keyframes or not; one that jo
 deltas after it. Nothing is ever rewritten in place. A reader that has a version's files open may read on while it is
 removed; one that comes too late sees `FileNotFoundError` and takes the route again, from the newest keyframe.
 
-In an object store the pointer could be put late by a writer that has lost the root. There the newest complete version
-counts, which is as good: its manifest was created last, and nobody removes it before there is a newer one.
+In a store without locks the pointer could be put late by a writer that has lost the root. There the newest complete
+version counts, which is as good: its manifest was put last, and nobody removes it before there is a newer one.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Chain:
 
     Args:
         store: where the versions are; one writer at a time.
+        run_id: names the run of the writer.
         view: reads versions that have no manifest of ours.
 
     Attributes:
@@ -65,13 +66,12 @@ class Chain:
             them.
     """
 
-    def __init__(self, store: Store, *, view: ChainView | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store, run_id: str = "", *, view: ChainView | None = None) -> None:
+        self.store, self.run_id = store, run_id
         self.known: dict[int, Version] = {}
         self.view = view
         self._keyframes: dict[int, bool] = {}
-        self._published = 0
-        self._offered: tuple[int, str | None] = (0, None)
+        self._published, self._seen = 0, ""
         self._told = False
 
     # which versions there are
@@ -89,16 +89,43 @@ class Chain:
 
         Those that this object published count where they are gone, too: in one run, a number stands for one version.
         """
-        return max([self._published, self._pointed(), *self.numbers()])
+        return max([self._published, self._pointed()[1], *self.numbers()])
 
     def latest(self) -> int:
         """Return the number of the newest published version, also of another library; 0 before the first.
 
         Raises:
-            IntegrityError: the pointer holds something else than a number.
+            IntegrityError: the pointer holds something else.
         """
-        newest = self._complete(self._pointed())
-        return newest if newest or self.view is None else self.view.latest()
+        return self.head()[1]
+
+    def head(self) -> Held:
+        """Return run and number of the newest version, as `latest`; the run is "" where nothing names it."""
+        run, number = self._pointed()
+        while number and (newer := self._newer(number)):
+            with suppress(FileNotFoundError):  # removed meanwhile: a newer one is there
+                return read_version(self.store, newer).run_id, newer
+        if not number and self.view is not None:
+            return "", self.view.latest()
+        return run, number
+
+    def own(self) -> bool:
+        """Own the store, as `Store.own`, before each version.
+
+        Raises:
+            StoreError: another trainer owns it, or published into it since this one began.
+        """
+        anew, (run, _) = self.store.own(), self.head()
+        if anew:
+            self._seen = run
+        if run not in ("", self._seen):
+            raise StoreError(
+                f"run {run} publishes into {self.store.url}, where this trainer published before",
+                expected="one trainer per root",
+                state="nothing was written; this trainer no longer publishes into this root",
+                hint="end one of the two, or give this trainer its own root",
+            )
+        return anew
 
     def advance(self, version: int, *, keyframe: bool | None = None) -> None:
         """Move the pointer forward to ``version``.
@@ -110,42 +137,46 @@ class Chain:
         Raises:
             StoreError: it is at a newer version already.
         """
-        pointed = self._pointed()
-        now = pointed if self.store.locked else self._complete(pointed)
+        run, pointed = self._pointed()
+        now = max(pointed, self._newer(version))
         if version < now:
             raise StoreError(
                 f"the pointer in {self.store.url} would go back from version {now} to {version}",
                 expected="increasing versions",
             )
-        if version > pointed:
-            self.store.put(_LATEST, b"%d\n" % version)
-        self._published = version
+        if (run, pointed) != (self.run_id, version):
+            self.store.put(_LATEST, f"{version} {self.run_id}".rstrip().encode() + b"\n")
+        self._published, self._seen = version, self.run_id
         if keyframe is not None:
             self._keyframes[version] = keyframe
 
-    def _pointed(self) -> int:
+    def _pointed(self) -> Held:
+        """Return run and number of the version that the pointer names; ("", 0) where there is none."""
         try:
-            text = self.store.get(_LATEST, at_most=_LONGEST).strip()
+            text = self.store.get(_LATEST, at_most=_LONGEST)
         except FileNotFoundError:
-            return 0
-        if text and not text.isdigit():
+            return "", 0
+        word, _, run = text.strip().decode(errors="replace").partition(" ")
+        if word and not (word.isascii() and word.isdigit()):
             raise IntegrityError(
                 f"the pointer {_LATEST!r} in {self.store.url} holds {text[:40]!r}",
-                expected="a version number",
+                expected="a version number, and the run that published it",
                 hint="write the newest version's number into it",
             )
-        number = label_number(text.decode())
-        if text and number is None and not self._told:  # no version is called so; the next one replaces it
+        number = label_number(word)
+        if word and number is None and not self._told:  # no version is called so; the next one replaces it
             self._told = True
-            log.warning("the pointer %r in %s is ignored: no version has the number %r", _LATEST, self.store.url, text)
-        return number or 0  # it is empty while somebody copies the root
+            log.warning("the pointer %r in %s is ignored: no version has the number %r", _LATEST, self.store.url, word)
+        return run if number else "", number or 0  # it is empty while somebody copies the root
 
-    def _complete(self, pointed: int) -> int:
-        """Return the newest complete version of ours: ``pointed``, or in a store without locks what has a manifest."""
-        for number in reversed(self.numbers()) if pointed and not self.store.locked else ():
+    def _newer(self, than: int) -> int:
+        """Return the newest complete version after ``than`` in a store without locks, where it may be unnamed; or 0."""
+        for number in reversed(self.numbers()) if not self.store.locked else ():
+            if number <= than:
+                break
             if MANIFEST in self.store.list(version_name(number)):
                 return number
-        return pointed
+        return 0
 
     # what one of them is
 
@@ -164,31 +195,6 @@ class Chain:
                     raise
                 self.view.read(number, self.known)
         return self.known[number]
-
-    def offered(self, version: int) -> None:
-        """Note that a reader is about to read ``version`` anew; `replaced` compares with what is there now."""
-        self.known.clear()
-        self._offered = version, self._stamp(version)
-
-    def replaced(self, version: int, run_id: str) -> bool:
-        """Return whether ``version``, which was read as one of run ``run_id``, is one of another run now.
-
-        The number does not tell: the root may have been emptied, and the next run may have got as far. The manifest is
-        read only where it was put anew.
-
-        Raises:
-            FileNotFoundError: it is gone meanwhile, or a part of it only is there.
-            IntegrityError: it is damaged.
-        """
-        seen = version, self._stamp(version)
-        if seen[1] is not None and seen != self._offered:
-            if read_version(self.store, version).run_id != run_id:
-                return True
-            self._offered = seen
-        return self.view is not None and self.view.replaced(version, run_id)
-
-    def _stamp(self, version: int) -> str | None:
-        return self.store.stamp(f"{version_name(version)}/{MANIFEST}")
 
     # how to get to one
 

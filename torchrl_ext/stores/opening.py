@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.local import LocalStore
+from torchrl_ext.stores.remote import RemoteStore
 
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
 
@@ -18,7 +18,7 @@ _FILE = "file://"
 ROOTS_VARIABLE = "TORCHRL_EXT_ROOTS"
 """Environment variable of an engine: a comma-separated list of directories and URLs that contain trainers' roots.
 
-If it is not set, an engine opens any absolute directory, and any URL of an object store; if it is empty, nothing.
+If it is not set, an engine opens any absolute directory, and any URL of a remote store; if it is empty, nothing.
 """
 
 _STORES = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
@@ -84,28 +84,22 @@ def _without_password(root: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}" if separator else root
 
 
-def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
+def open_store(root: str | os.PathLike[str]) -> Store:
     """Return the store at ``root``.
 
     Args:
         root: a directory, ``file://`` and a directory, or another URL that fsspec knows (``s3://bucket/prefix``).
-        options: settings of the fsspec filesystem (``endpoint_url``, ``key``, ...); only for URLs.
 
     Raises:
-        ConfigError: there are options for a directory, the URL has a password (engines receive the URL), or its
-            filesystem is not installed.
+        ConfigError: the URL has a password (engines receive the URL), or its filesystem is not installed.
     """
     name = os.fspath(root)
     if _without_password(name) != name:
         raise ConfigError(
             f"the URL {_without_password(name)} contains a user or a password, and engines receive the URL",
             expected="a URL without them",
-            hint="give them as storage_options, or in the environment of each side",
+            hint="give them in the environment of each side",
         )
     if "://" in name and not name.startswith(_FILE):
-        from torchrl_ext.stores.object import ObjectStore
-
-        return ObjectStore(name, **(options or {}))
-    if options:
-        raise ConfigError(f"{name} is a directory, which takes no storage_options", expected="a URL such as s3://...")
+        return RemoteStore(name)
     return LocalStore(name.removeprefix(_FILE))

@@ -69,11 +69,11 @@ class DiskTransport(StandaloneTransport):
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._store = LocalStore(root)
-        self._versions = Chain(self._store)
+        self._run_id = uuid.uuid4().hex
+        self._versions = Chain(self._store, self._run_id)
         self._keep_files = keep_files
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._full = FullWriter(shard_bytes, files)
-        self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
 
     @property
@@ -82,13 +82,13 @@ class DiskTransport(StandaloneTransport):
         return str(self._store.root)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        self._store.own()
+        self._versions.own()
         self._connected = True
         return Handoff(info={**self._shared.invite(), "root": str(self._seen_at)})
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
-        if self._store.own():
+        if self._versions.own():
             self._shared.moved()
         self._shared.clear()  # workers that joined have found the probe
         with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
@@ -167,14 +167,13 @@ class DiskReader(WorkerEnd, Mailbox):
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-            newest = self._versions.latest()
+            run, newest = self._versions.head()
             with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
                 if newest and (
                     received is None  # in an emptied root the newest may be lower, or of another run
                     or newest != received.version
-                    or self._versions.replaced(newest, received.info["run_id"])
+                    or run not in ("", received.info["run_id"])
                 ):
-                    self._versions.offered(newest)
                     self._pin(opened := PublishedVersion(self._store, newest))
                     return Arrival(version=newest, params=opened.params(), info={"run_id": opened.manifest.run_id})
         return None

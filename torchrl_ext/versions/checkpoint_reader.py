@@ -12,19 +12,20 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.stores import Manifest, Placed, Store, version_name
+from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import read_version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["PublishedVersion"]
 
-_AHEAD_BYTES = 8 << 20  # small tensors are read and handed over together; from a bucket more of them
+_BATCH_BYTES = 8 << 20  # small tensors are read and handed over together
 
 
 class PublishedVersion:
     """The manifest and the open files of one full version, which is read in ranges.
 
-    On a file system it stays readable while it is pruned; in a bucket it is lost.
+    In a directory it stays readable while it is pruned; in a remote store it is lost.
 
     Args:
         store: where the version is.
@@ -60,7 +61,7 @@ class PublishedVersion:
                 try:
                     found_at = store.open(f"{folder}/{name}")
                 except FileNotFoundError as error:
-                    if not (store.reads_removed and store.list(folder)):  # pruned in between
+                    if MANIFEST not in store.list(folder):  # pruned in between
                         raise
                     raise IntegrityError(
                         f"{self.path}/{name} is missing",
@@ -121,7 +122,6 @@ class PublishedVersion:
         """
         scratch = torch.empty(max((file.chunk_bytes for file in self._files.values()), default=0), dtype=torch.uint8)
         for batch in self._batches(placed for placed in self._of(names) if placed.meta.name not in self._verified):
-            self._fetch(batch)
             for placed in batch:
                 self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
                 self._verified.add(placed.meta.name)
@@ -159,24 +159,15 @@ class PublishedVersion:
         """Return tensors in order, as many together as are read together."""
         batches, held = list[list[Placed]]([[]]), 0
         for placed in rows:
-            if batches[-1] and held + placed.meta.nbytes > max(_AHEAD_BYTES, self._files[placed.file].chunk_bytes):
+            if batches[-1] and held + placed.meta.nbytes > _BATCH_BYTES:
                 batches.append([])
                 held = 0
             batches[-1].append(placed)
             held += placed.meta.nbytes
         return batches
 
-    def _fetch(self, batch: list[Placed]) -> None:
-        """Fetch tensors that are read next, where several are read together, and let those before them go."""
-        names: dict[str, list[str]] = {}
-        for placed in batch if len(batch) > 1 else ():  # a single one may be large
-            names.setdefault(placed.file, []).append(placed.meta.name)
-        for file, opened in self._files.items():
-            opened.ahead(names.get(file, ()))
-
     def _read(self, batch: list[Placed], into: Mapping[str, Tensor]) -> deque[tuple[str, Tensor]]:
         read = deque[tuple[str, Tensor]]()
-        self._fetch(batch)
         for placed in batch:
             target = into.get(placed.meta.name)
             direct = (

@@ -13,8 +13,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.object import PART_BYTES
-from torchrl_ext.versions.tensor_writer import append_shards, plan_appended, write_shards
+from torchrl_ext.versions.tensor_writer import write_shards
 from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource, checked
 from torchrl_ext.weights.tensorfile import plan_shards
@@ -23,7 +22,6 @@ __all__ = ["FullWriter"]
 
 _INDEX = "model.safetensors.index.json"
 _IN_FLIGHT_BYTES = 64 << 20
-_LANES = 8  # files that are uploaded beside each other
 
 
 class FullWriter:
@@ -57,10 +55,7 @@ class FullWriter:
             ManifestError: the source does not yield what it declares.
         """
         params = source.params()
-        if draft.appends:
-            shards = plan_appended(params, self._shard_bytes, _LANES, PART_BYTES)
-        else:
-            shards = plan_shards(params, self._shard_bytes)
+        shards = plan_shards(params, self._shard_bytes)
         files = {**_checked_files(source.files()), **self._files}
         where = {meta.name: shard.name for shard in shards for meta in shard.params}
         # which file holds which tensor, as in any Hugging Face checkpoint; and the version
@@ -70,11 +65,8 @@ class FullWriter:
         }
         files[_INDEX] = msgspec.json.format(msgspec.json.encode(index)) + b"\n"
         pairs = checked(source, params)
-        if draft.appends:
-            sums = append_shards(draft, shards, pairs, lanes=_LANES, in_flight_bytes=_LANES * PART_BYTES)
-        else:
-            in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
-            sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
+        in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
+        sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
         sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
         for name, data in files.items():
             draft.write(name, data)

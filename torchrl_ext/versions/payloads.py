@@ -24,6 +24,9 @@ SPAN_BYTES = 1 << 20
 """Bound on the neighbouring payloads that are read at once: `HELD_BYTES` have room for a span of each of 256 deltas."""
 
 
+_GAP_BYTES = 4096  # between two payloads, that are faster read than skipped
+
+
 @dataclass(kw_only=True, eq=False)
 class _Span:
     """Neighbouring payloads of a file, which are read at once: from ``first`` to ``end``, in bytes."""
@@ -75,12 +78,7 @@ class Payloads:
         for number, block in sorted(places, key=lambda row: (int(row[1]["file"]), int(row[1]["offset"]))):
             file, first = names[block["file"]], int(block["offset"])
             end = first + int(block["nbytes"])
-            if (
-                last is None
-                or file != last.file
-                or first - last.end > self.store.gap_bytes
-                or end - last.first > SPAN_BYTES
-            ):
+            if last is None or file != last.file or first - last.end > _GAP_BYTES or end - last.first > SPAN_BYTES:
                 last = _Span(manifest=manifest, folder=folder, file=file, first=first, end=first, blocks=[])
                 self._spans.append(last)
             self.nbytes += max(0, end - last.end)

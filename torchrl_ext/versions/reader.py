@@ -182,11 +182,13 @@ class ChainReader:
 
     def unseen(self, received: int) -> int:
         """Return the newest version; 0 where there is none, or it is ``received``, the one that was received last."""
-        newest = self.chain.latest()
-        if newest != received:
+        run, newest = self.chain.head()
+        if newest != received or self.held is None:
+            return newest if newest != received else 0
+        if run not in ("", self.held[0]):
             return newest
         with suppress(FileNotFoundError):  # removed meanwhile: another one is coming
-            if self.held is not None and self.chain.replaced(newest, self.held[0]):
+            if self.chain.view is not None and self.chain.view.replaced(newest, self.held[0]):
                 return newest
         return 0
 

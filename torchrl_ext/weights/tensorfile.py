@@ -35,7 +35,6 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
 _ROW_BYTES = 128  # of a tensor in a header, beside its name and shape; more than there are
-_HEADER_AHEAD = 256 << 10  # bytes, which hold most headers
 _TORCH_NAMES = {  # in the order of the reference writer, last first
     "BOOL": "bool",
     "U8": "uint8",
@@ -188,7 +187,6 @@ class TensorFile:
         self.nbytes, self.chunk_bytes = self._file.nbytes, self._file.chunk_bytes
         try:
             size = bytearray(8)
-            self._file.ahead([(0, min(self.nbytes, self.chunk_bytes, _HEADER_AHEAD))])
             if self.nbytes < 8:
                 raise self._damaged(f"has only {self.nbytes} bytes")
             self._fill(memoryview(size), 0)
@@ -199,7 +197,6 @@ class TensorFile:
                 raise self._damaged(f"claims a header of {length:,} bytes")
             text, self._begin = bytearray(length), 8 + length
             self._fill(memoryview(text), 8)
-            self._file.ahead(())
             self.entries, self._metadata = parse_header(text, self.nbytes - self._begin)
         except HEADER_DAMAGE as error:
             self.close()
@@ -232,19 +229,6 @@ class TensorFile:
                 hint="name a full version; if the index lists this file as one, the index is damaged",
             )
 
-    def ahead(self, names: Iterable[str]) -> None:
-        """Fetch tensors that are read or checksummed next, together where that saves time; see `OpenFile.ahead`.
-
-        Raises:
-            IntegrityError: the file is gone.
-        """
-        rows = (self.entries[name] for name in names)
-        try:
-            if self._file is not None:
-                self._file.ahead([(self._begin + first, meta.nbytes) for meta, first in rows])
-        except FileNotFoundError as error:
-            raise self._damaged(f"was removed while it was read: {error}") from error
-
     def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
         """Read one tensor; return it with the xxh3-128 of the bytes that were read (32 hex digits).
 
@@ -254,6 +238,7 @@ class TensorFile:
 
         Raises:
             IntegrityError: the file ends too early, or holds no such tensor.
+            FileNotFoundError: it was removed from a remote store.
         """
         if name not in self.entries:  # it was replaced since somebody looked
             raise self._damaged(f"holds no tensor {name!r}")
@@ -286,7 +271,7 @@ class TensorFile:
         while view:
             try:
                 count = 0 if self._file is None else self._file.read_into(view, offset)
-            except WeightSyncError:
+            except (FileNotFoundError, WeightSyncError):
                 raise
             except OSError as error:
                 raise self._damaged(f"cannot be read at byte {offset:,}: {error}") from error

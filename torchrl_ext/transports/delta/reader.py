@@ -145,7 +145,7 @@ class DeltaReader(WorkerEnd, Mailbox):
             route = self._reach(arrival.version, partial(self._reader.open, arrival.version), within)
         try:
             yield from self._reader.tensors(route, into)
-        except IntegrityError as error:
+        except (FileNotFoundError, IntegrityError) as error:
             if self._chain.latest() == arrival.version:
                 raise
             raise FileNotFoundError(f"version {arrival.version} was removed while it was read") from error
@@ -157,7 +157,7 @@ class DeltaReader(WorkerEnd, Mailbox):
             version = self._reader.unseen(before)
             if version:
                 with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
-                    self._chain.offered(version)
+                    self._chain.known.clear()
                     self._pin(route := self._reader.open(version))
                     return Arrival(version=version, params=route.params)
         return None

@@ -47,7 +47,8 @@ class DeltaTransport(StandaloneTransport):
     """Publishes a full keyframe first, then only changes. Readers catch up from any version.
 
     Args:
-        root: directory that the trainer and every worker can access under the same path; or the URL of an object store.
+        root: directory that the trainer and every worker can access under the same path; or the URL of a remote store,
+            whose settings each side finds in its environment.
             None with carrier ``"collective"``.
         carrier: with ``"disk"``, workers read the versions that the trainer publishes under ``root``; with
             ``"collective"``, the trainer broadcasts the same versions, and each end keeps the data that it needs in
@@ -62,7 +63,6 @@ class DeltaTransport(StandaloneTransport):
         shard_bytes: largest total size of the tensors in one file of a keyframe, in bytes.
         files: as in `DiskTransport`, for keyframes.
         settings: settings of the encoding.
-        storage_options: settings of the fsspec filesystem behind a URL; workers do not receive them.
         checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
             ``"blake3"``, ``"adler32"`` or ``"sha256"``.
         baseline_device: where the trainer keeps the newest version's tensors, on which deltas build: None for host
@@ -110,7 +110,6 @@ class DeltaTransport(StandaloneTransport):
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         settings: Mapping[str, Any] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
         checksum: str = "xxh3-128",
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
@@ -156,12 +155,12 @@ class DeltaTransport(StandaloneTransport):
                 master_address, master_port, rank, world_size, device, secret=secret, timeout_s=timeout_s
             )
         else:
-            self._store, self._full = open_store(root, storage_options), FullWriter(shard_bytes, files)
+            self._store, self._full = open_store(root), FullWriter(shard_bytes, files)
         self.root = self._store.url
         self._shared = SharedRoot(self._store, run_id)
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
-        self._chain = Chain(self._store, view=view_of(self._store, self._base, settles=True))
+        self._chain = Chain(self._store, run_id, view=view_of(self._store, self._base, settles=True))
         where = None if baseline_device is None else usable_device(baseline_device)
         self._own = OwnBlocks(where) if by_shard else None
 
@@ -204,7 +203,7 @@ class DeltaTransport(StandaloneTransport):
         self._connected = True
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        if self._store.own():
+        if self._chain.own():
             self._writer.forget()
         self._connected = True
         warming = self._begin(params)
@@ -244,7 +243,7 @@ class DeltaTransport(StandaloneTransport):
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()
         began, stats = time.perf_counter(), TransferStats()
-        if self._store.own():
+        if self._chain.own():
             self._writer.forget()
             self._shared.moved()
         delta = self._writer.publish(update.source, update.version)

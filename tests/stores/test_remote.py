@@ -1,0 +1,352 @@
+"""Chains in remote stores: whatever writers, readers and collection do, no version is lost, changed or torn."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S, calling, running_python
+from tests.transports.chains import same
+from tests.transports.members import stop
+from torchrl_ext.errors import StoreError, WeightSyncError
+from torchrl_ext.stores import Chain, open_store
+from torchrl_ext.stores.remote import RemoteStore
+from torchrl_ext.stores.versions import version_name, version_number
+from torchrl_ext.testing import any_bits
+
+RUNS = 500
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request):
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    return f"{request.param}://bucket/{uuid.uuid4().hex}"
+
+
+def at(url, **settings):
+    return tx.make_transport("delta", root=url, **settings)
+
+
+def value(number):
+    return {"w": torch.full((5,), float(number))}
+
+
+def test_a_chain_is_published_followed_joined_and_collected(url):
+    trainer, follower = at(url, keyframe_every=3), at(url)
+    own = {"w": any_bits(torch.bfloat16, 3000, seed=1), "b": torch.arange(7)}
+    for version in range(1, 6):
+        trainer.send_weights("policy", own)
+        for reader in (follower, at(url)):
+            assert same(reader.receive_weights(WAIT_S), own)
+            assert reader.received_version == version
+        own["w"][torch.rand(3000) < 0.05] += 1
+    assert trainer.check_connection()
+    assert Chain(open_store(url)).numbers() == [4, 5]
+
+
+def test_a_new_run_that_got_as_far_in_an_emptied_root_is_followed(url):
+    worker = at(url)
+    for number in (1, 2):
+        trainer = at(url)
+        trainer.send_weights(value(number))
+        assert same(worker.receive_weights(0.0), value(number))
+        assert worker.received_version == 1 and worker.receive_weights(0.0) is None
+        trainer.shutdown()
+        store = open_store(url)
+        for name in store.list():
+            store.delete(name)
+
+
+def test_of_two_trainers_the_one_that_began_first_is_refused_and_harms_nothing(url):
+    first, second, reader = at(url), at(url), at(url)
+    first.send_weights(value(1))
+    second.send_weights(value(2))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="where this trainer published before"):
+            first.send_weights(value(3))
+        assert same(at(url).receive_weights(WAIT_S), value(2))
+    second.send_weights(value(4))
+    assert same(reader.receive_weights(WAIT_S), value(4)) and reader.received_version == 3
+    second.shutdown()
+    first.shutdown()
+    first.send_weights(value(5))  # it begins anew
+    assert same(reader.receive_weights(WAIT_S), value(5))
+
+
+def test_of_two_trainers_that_write_one_version_one_is_refused(url, monkeypatch):
+    create = RemoteStore.create
+
+    def overtaken(self, key, data):
+        if key.endswith("/manifest.json") and not others:
+            others.append(key)
+            RemoteStore(url).create(key, b"of another one")
+        create(self, key, data)
+
+    others = []
+    monkeypatch.setattr(RemoteStore, "create", overtaken)
+    trainer = at(url)
+    with pytest.raises(StoreError, match=r"another trainer put .*weight_v000001/manifest.json"):
+        trainer.send_weights(value(1))
+    assert open_store(url).get("weight_v000001/manifest.json") == b"of another one"
+
+
+def test_a_pointer_that_is_put_late_leads_nobody_back(url):
+    trainer, reader = at(url), at(url)
+    for number in (1, 2):
+        trainer.send_weights(value(number))
+        if number == 1:
+            before = open_store(url).get("latest")
+    open_store(url).put("latest", before)
+    assert same(reader.receive_weights(WAIT_S), value(2)) and reader.received_version == 2
+    trainer.send_weights(value(3))
+    assert same(reader.receive_weights(WAIT_S), value(3)) and open_store(url).get("latest") > before
+
+
+def killed_trainer(url):
+    create = RemoteStore.create
+    RemoteStore.create = lambda self, key, data: stop() if key.endswith("2/manifest.json") else create(self, key, data)
+    trainer = at(url)
+    for number in (1, 2):
+        trainer.send_weights(value(number))
+
+
+def test_a_trainer_killed_before_its_manifest_leaves_the_version_before(s3):
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    with running_python(calling(killed_trainer, url)) as child:
+        assert child.stdout.readline() == "now\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait(WAIT_S)
+    reader, trainer = at(url), at(url)
+    assert open_store(url).list("weight_v000002") and same(reader.receive_weights(WAIT_S), value(1))
+    trainer.send_weights(value(3))
+    assert same(reader.receive_weights(WAIT_S), value(3)) and reader.received_version == 3
+    assert Chain(open_store(url)).numbers() == [3]
+
+
+def test_a_reader_during_a_publish_sees_whole_versions_alone(url, monkeypatch):
+    create, seen, sent = RemoteStore.create, [], []
+
+    def looked(self, key, data):
+        for when in (lambda: None, lambda: create(self, key, data)):
+            when()
+            for reader in (follower, at(url)):
+                received = reader.receive_weights(0.0)
+                if received is not None:
+                    assert same(received, sent[reader.received_version - 1])
+                    seen.append(reader.received_version)
+
+    monkeypatch.setattr(RemoteStore, "create", looked)
+    trainer, follower = at(url, keyframe_every=2), at(url)
+    for number in range(1, 5):
+        sent.append(value(number))
+        trainer.send_weights(sent[-1])
+    assert {1, 2, 3} <= set(seen)
+
+
+def test_a_reader_whose_keyframe_is_removed_under_it_takes_the_newest(url, monkeypatch):
+    trainer, reads = at(url, keyframe_every=1), []
+    trainer.send_weights(value(1))
+    ranges = RemoteStore.ranges
+
+    def overtaken(self, key, spans):
+        reads.append(key)
+        if len(reads) == 2:
+            trainer.send_weights(value(2))
+        return ranges(self, key, spans)
+
+    monkeypatch.setattr(RemoteStore, "ranges", overtaken)
+    monkeypatch.setattr("torchrl_ext.stores.remote._AHEAD_BYTES", 8)
+    monkeypatch.setattr("torchrl_ext.stores.remote._RemoteFile.chunk_bytes", 8)
+    reader = at(url)
+    assert same(reader.receive_weights(WAIT_S), value(2)) and reader.received_version == 2
+
+
+WRITER = threading.local()
+
+
+class Killed(BaseException):
+    """The writer's process is gone: nothing of it runs any more, no cleanup either."""
+
+
+class Turns:
+    """Lets one thread run at a time, and decides at each request of a writer who goes on and what befalls him.
+
+    Args:
+        seed: of all decisions.
+        check: called after each request that took effect.
+    """
+
+    def __init__(self, seed, check):
+        self.random, self.check = random.Random(seed), check
+        self.switching = self.random.choice((0.5, 0.15, 0.05))
+        self.objects, self.gates, self.running, self.calm = {}, [], [], False
+
+    def run(self, *writers):
+        self.gates, self.running, self.failed = [threading.Semaphore(0) for _ in writers], [*range(len(writers))], []
+        with ThreadPoolExecutor(len(writers)) as threads:
+            lives = [threads.submit(self._life, *pair) for pair in enumerate(writers)]
+            self.gates[self.random.choice(self.running)].release()
+            for life in lives:
+                life.result(WAIT_S)
+        assert not self.failed, self.failed
+
+    def _life(self, me, writer):
+        assert self.gates[me].acquire(timeout=WAIT_S)
+        WRITER.turns, WRITER.me, WRITER.dead, WRITER.reading = self, me, False, False
+        try:
+            writer()
+        except Killed:
+            pass
+        finally:
+            self.running.remove(me)
+            if self.running:
+                self.gates[self.random.choice(self.running)].release()
+
+    def step(self, request):
+        """One request: perhaps others go first, perhaps it fails before or after it took effect, or its writer dies."""
+        if WRITER.reading:
+            return request()
+        if WRITER.dead:
+            raise Killed
+        to = self.random.choice(self.running)
+        if to != WRITER.me and self.random.random() < self.switching:
+            self.gates[to].release()
+            assert self.gates[WRITER.me].acquire(timeout=WAIT_S)
+        fate = 1.0 if self.calm else self.random.random()
+        if fate < 0.007:
+            raise OSError("the connection was reset")
+        result = request()
+        try:
+            self.check()
+        except AssertionError as error:  # clients' errors become our own, and ours are survived
+            self.failed.append(error)
+            raise Killed from error
+        if fate < 0.014:
+            raise OSError("the answer was lost")
+        if fate < 0.018:
+            WRITER.dead = True
+            raise Killed
+        return result
+
+
+class Shaken(MemoryFileSystem):
+    """Objects in memory; every request is a step of its writer."""
+
+    protocol, cachable = "shaken", False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.turns = WRITER.turns
+        self.store, self.pseudo_dirs = self.turns.objects, []
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("shaken://"))
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        return self.turns.step(lambda: MemoryFileSystem.pipe_file(self, path, value, mode=mode))
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        return self.turns.step(lambda: MemoryFileSystem.cat_file(self, path, start, end))
+
+    def ls(self, path, detail=True, **kwargs):
+        return self.turns.step(lambda: MemoryFileSystem.ls(self, path, detail=detail))
+
+    def rm_file(self, path):
+        return self.turns.step(lambda: MemoryFileSystem._rm(self, path))
+
+
+register_implementation("shaken", Shaken)
+
+
+class Bucket:
+    """What two writers do to a bucket, and what a reader sees of it after each of their requests."""
+
+    def __init__(self, seed):
+        self.turns = Turns(seed, self.check)
+        self.published, self.removed, self.newest, self.refused = {}, set(), 0, 0
+
+    def objects(self):
+        return {key.removeprefix("/root/"): value.getvalue() for key, value in self.turns.objects.items()}
+
+    def check(self):
+        objects = self.objects()
+        complete = [version_number(key.split("/")[0]) for key in objects if key.endswith("/manifest.json")]
+        newest = max(complete, default=0)
+        self.removed |= {number for number in self.published.keys() - complete if number < newest}
+        for number in {newest, *self.published} - self.removed - {0}:
+            folder = version_name(number)
+            manifest = objects.get(f"{folder}/manifest.json")
+            assert manifest is not None, f"version {number} is lost"
+            assert objects.get(f"{folder}/data") == manifest, f"version {number} is damaged"
+            assert self.published.get(number, manifest) == manifest, f"version {number} was changed"
+        newest = newest if "latest" in objects else 0
+        assert newest >= self.newest, f"readers went back from {self.newest} to {newest}"
+        self.newest = newest
+
+    def write(self):
+        """A trainer that begins anew whenever it has lost the root, twice at most."""
+        for _ in range(2):
+            with suppress(WeightSyncError):
+                chain = Chain(RemoteStore("shaken://root"), uuid.uuid4().hex)
+                for _ in range(2):
+                    self.publish(chain)
+
+    def publish(self, chain):
+        content = chain.run_id.encode()
+        try:
+            chain.own()
+            number = chain.newest() + 1
+            with chain.store.draft(version_name(number)) as draft:
+                draft.write("data", content)
+                draft.write("manifest.json", content)
+            chain.advance(number)
+        except StoreError:
+            self.refused += 1
+            raise
+        assert number not in self.published
+        self.published[number] = content
+        chain.prune(before=number)
+
+    def finish(self):
+        """One more trainer, alone: whatever the two left, its version is the newest, by the pointer too."""
+
+        def write():
+            chain = Chain(RemoteStore("shaken://root"), uuid.uuid4().hex)
+            self.publish(chain)
+            heads.append(chain.head())
+
+        heads = []
+        self.turns.calm = True
+        self.turns.run(write)
+        number = max(self.published)
+        assert heads == [(self.published[number].decode(), number)]
+        assert self.objects()["latest"].split() == [b"%d" % number, self.published[number]]
+
+
+def run_in_the_manifest(store, number):
+    return SimpleNamespace(run_id=store.get(f"{version_name(number)}/manifest.json").decode())
+
+
+def test_no_interleaving_of_two_writers_loses_or_changes_a_version(monkeypatch):
+    monkeypatch.setattr("torchrl_ext.stores.chain.read_version", run_in_the_manifest)
+    published = refused = 0
+    for seed in range(RUNS):
+        bucket = Bucket(seed)
+        bucket.turns.run(bucket.write, bucket.write)
+        published, refused = published + len(bucket.published), refused + bucket.refused
+        if seed % 5 == 0:
+            bucket.finish()
+    assert published > RUNS and refused > RUNS // 5  # the test is worth something
