@@ -11,12 +11,12 @@ import torch
 import zstandard
 from safetensors.torch import save
 
-from tests.codecs.data import bytes_of
+from tests.codecs.data import bytes_of, diff
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
 from tests.transports.chains import weights
 from tests.versions.damage import published, signed
 from torchrl_ext.codecs.base import codec_from_json, make_codec
-from torchrl_ext.codecs.patch import apply_patch, diff
+from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.compat.slime.container import build_payloads, parse_safetensors
 from torchrl_ext.compat.slime.current import DeltaIndex, checksum, parse_index, parse_shard
 from torchrl_ext.compat.slime.first import build_flush, parse_flush

@@ -8,7 +8,8 @@ import torch
 import zstandard
 from safetensors.torch import load
 
-from torchrl_ext.codecs.patch import SparsePatch, diff
+from tests.codecs.data import diff
+from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.compat.slime.first import build_flush, flush_buckets, flush_name, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
