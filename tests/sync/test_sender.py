@@ -311,8 +311,6 @@ class TestFleet:
         assert all(equal(policy, model) for model in served) and fleet.each() == (a, b, c)
         with pytest.raises(ConfigError, match="engine 1 is listed twice"):
             Pool([Pool([a, b]), b])
-        with pytest.raises(ConfigError, match="data_parallel_size=1"):
-            Pool([Pool([a, b], data_parallel_size=2), c])
 
     def test_one_that_fails_has_its_own_row_the_others_serve_and_no_version_that_is_served_is_pruned(self, tmp_path):
         served = [nn.Linear(3, 2) for _ in range(3)]

@@ -64,7 +64,6 @@ def connect(
     *addresses: str,
     timeout_s: float = _TIMEOUT_S,
     api_key: Keys = None,
-    data_parallel_size: int = 1,
     members: Members | None = None,
     **settings: Any,
 ) -> Pool:
@@ -74,7 +73,6 @@ def connect(
         addresses: as for `discover`.
         timeout_s: deadline of each short call, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        data_parallel_size: how many consecutive addresses are servers of one deployment; see `Pool`.
         members: returns the addresses of the engines that should take part, and is asked now and before each update, in
             place of ``addresses``; there need be no engine yet.
         settings: for each engine's client, such as ``pause_mode``.
@@ -87,7 +85,7 @@ def connect(
     settings = {"timeout_s": timeout_s, "api_key": api_key, **settings}
     made = [engines.make(info.kind, url=info.url, **settings) for info in infos]
     make = partial(discovered, **settings)
-    pool = Pool(made, data_parallel_size=data_parallel_size, members=members, make=make)
+    pool = Pool(made, members=members, make=make)
     if members is not None:
         pool.reconcile(timeout_s)
     return pool

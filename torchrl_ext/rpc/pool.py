@@ -54,25 +54,21 @@ class Pool(EngineClient):
     Args:
         engines: the clients, at least one unless there is ``members``; their order decides rank offsets 1, 1 + w0, 1 +
             w0 + w1, ... A nested pool is replaced by its members.
-        data_parallel_size: how many consecutive engines are servers of one deployment. Each server reports the workers
-            of the whole deployment, so the group shares one offset and counts once.
         members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
             it raises, nothing changes.
         make: takes an address, and returns a client for the engine that is added; by default `torchrl_ext.connect`.
 
     Raises:
-        ConfigError: no engine, a repeated address, or engines that do not form groups of ``data_parallel_size``.
+        ConfigError: no engine, or a repeated address.
     """
 
     kind: ClassVar[str] = "fleet"
     engines: tuple[EngineClient, ...]
-    _group: int
 
     def __init__(
         self,
         engines: Sequence[EngineClient],
         *,
-        data_parallel_size: int = 1,
         members: Members | None = None,
         make: Callable[[str], EngineClient] | None = None,
     ) -> None:
@@ -80,20 +76,13 @@ class Pool(EngineClient):
         urls = [engine.url for engine in flat]
         if len({*urls}) < len(urls):
             raise ConfigError(f"engine {max(urls, key=urls.count)} is listed twice")
-        grouped = {engine._group for engine in engines if isinstance(engine, Pool)} - {1, data_parallel_size}
-        if grouped or len(flat) % data_parallel_size or not (flat or members):
-            raise ConfigError(
-                f"a pool of groups of {min(grouped)} in one with data_parallel_size={data_parallel_size}"
-                if grouped
-                else f"{len(flat)} engines with data_parallel_size={data_parallel_size}",
-                expected="whole groups of data_parallel_size engines, at least one, or members",
-            )
+        if not (flat or members):
+            raise ConfigError("a fleet needs an engine", expected="at least one, or members")
         self.engines = tuple(flat)
         self._wanted: dict[str, EngineClient | str] = dict(zip(urls, flat, strict=True))
         self._source, self._make = members, make or discovered
         self._meeting: dict[str, Future[EngineClient]] = {}
         self._problems: dict[str, str] = {}  # why a wanted engine, or the function that lists them, is missing
-        self._group = data_parallel_size
         self._met = False
         self._missing: dict[EngineClient, Exception] = {}  # lost engines, and why they are
         self._doubted: set[EngineClient] = set()  # the next `members` probes them
@@ -232,7 +221,7 @@ class Pool(EngineClient):
             url=self.url,
             kind=self.kind,
             num_gpus=sum(info.num_gpus for info in infos),
-            world_size=sum(workers for _, workers in self._deployments(described)),
+            world_size=sum(info.world_size for info in infos),
             weight_version=min((info.weight_version for info in infos), key=_number),
             transports=tuple(sorted(common)),
         )
@@ -255,18 +244,12 @@ class Pool(EngineClient):
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         described, offset, offsets = self._described(), info.get("rank_offset", 1), {}
         self._decoding.update(engine for engine, one in described.items() if one.worker_type == "decode")
-        for members, workers in self._deployments(described):
-            offsets.update(dict.fromkeys(members, offset))
-            offset += workers
+        for engine, one in described.items():
+            offsets[engine] = offset
+            offset += one.world_size
         self.everywhere(
             "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure, offsets
         )
-
-    def _deployments(self, described: Mapping[EngineClient, EngineInfo]) -> list[tuple[list[EngineClient], int]]:
-        """Return the described engines by deployment, in order, with each deployment's number of workers."""
-        deployed = (self.engines[i : i + self._group] for i in range(0, len(self.engines), self._group))
-        present = ([engine for engine in members if engine in described] for members in deployed)
-        return [(members, max(described[one].world_size for one in members)) for members in present if members]
 
     def replaced(self, connection: str) -> str:
         return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
