@@ -77,7 +77,7 @@ def test_a_failure_on_rank_0_at_any_moment_leaves_no_rank_waiting(rank, world, f
     sender = sender_of(transport, rank=rank)
     sender.register_model(policy)
     for transport.at in ("look", "open", 0, 1, 4, len(as_source(policy).params())):
-        with raises_if(rank == 0, UpdateError, match="broken at"):
+        with pytest.raises(UpdateError, match="broken at"):
             sender.update_weights()
         dist.barrier()
 
@@ -110,7 +110,7 @@ def test_a_part_gathers_nothing_else_and_everything_follows_one_that_failed(rank
                 for parameter in policy.parameters():
                     parameter += 1
             gathered.clear()
-            with raises_if(transport.failing and rank == 0, UpdateError, match="cannot prepare"):
+            with raises_if(transport.failing, UpdateError, match="cannot prepare"):
                 sender.update_weights(only=only)
             assert len(gathered) == gathers, (only, gathered)
     now = dict(as_source(policy))
@@ -122,17 +122,17 @@ def test_a_part_gathers_nothing_else_and_everything_follows_one_that_failed(rank
 
 
 @on_ranks(2)
-def test_wrong_weights_on_some_ranks_fail_their_calls_and_all_ranks_stay_in_step(rank, world, folder):
+def test_wrong_weights_on_some_ranks_fail_the_update_on_every_rank(rank, world, folder):
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in Policy().state_dict().items()}
-    calls = [({0: meta}, 0), ({0: 3, 1: 3}, 0), ({}, 1)]  # wrong weights by rank, and the version in service then
-    for source, more in ((sharded(Policy()), [({}, 2)]), (Policy(), [({1: meta}, 2), ({1: 3}, 3), ({}, 4)])):
+    for source in (sharded(Policy()), Policy()):
         sender = sender_of(tx.MemoryTransport(timeout_s=600))
         sender.register_model(source)
-        for wrong, version in calls + more:
-            with raises_if(rank in wrong, (ConfigError, ManifestError)):
-                assert sender.update_weights(wrong.get(rank)).version == version
+        for wrong in ({0: meta}, {0: 3, 1: 3}, {}, {1: meta}, {1: 3}, {}):  # by rank
+            before = sender.version
+            with raises_if(bool(wrong), (ConfigError, ManifestError, UpdateError)):
+                sender.update_weights(wrong.get(rank))
+            assert (sender.version > before) == (not wrong)
             dist.barrier()
-        assert sender.version == version
         sender.shutdown()
         dist.barrier()
 
@@ -151,7 +151,7 @@ def test_a_parameter_that_diverges_from_the_manifest_is_named_and_leaves_no_rank
             return iter(self.source)
 
     sender = tx.WeightSender(tx.DiskTransport(folder), rank=rank)
-    with raises_if(rank == 0, UpdateError, match="parameter 0 of the source"):
+    with pytest.raises((UpdateError, ManifestError), match="parameter 0 of the source"):
         sender.update_weights(Wrong(as_source(sharded(Policy()))))
     dist.barrier()
 
