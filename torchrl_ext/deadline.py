@@ -132,12 +132,12 @@ def one_at_a_time(lock: threading.Lock, error: Exception) -> Iterator[None]:
         lock.release()
 
 
-def in_thread(call: Callable[[], Found], name: str, job: Future[Found] | None = None) -> Future[Found]:
+def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
     """Run ``call``, which may never return, in a daemon thread, and return its future.
 
-    The future, ``job`` or a new one, cannot be cancelled; ``result(timeout)`` waits with a timeout.
+    The future cannot be cancelled; ``result(timeout)`` waits with a timeout.
     """
-    job = Future() if job is None else job
+    job = Future[Found]()
     job.set_running_or_notify_cancel()
 
     def work() -> None:
