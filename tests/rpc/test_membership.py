@@ -46,7 +46,7 @@ def test_an_engine_that_hangs_is_not_waited_for_twice(monkeypatch):
     assert pool.engines[1] is made
 
 
-def test_complaints_about_an_engine_leave_with_it_and_another_client_of_its_address_is_another_engine():
+def test_another_client_of_an_address_is_another_engine():
     first, again = Scripted("a"), Scripted("a")
     pool = Pool([first, Scripted("b")])
     pool.members()

@@ -67,7 +67,7 @@ class Requests:
     once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again. An
     engine that refuses a request while an update pauses it (vLLM 0.33) has not failed, and is asked again.
 
-    An answer that does not meet the request's demand counts as HTTP 409, which is no complaint about the engine. The
+    An answer that does not meet the request's demand counts as HTTP 409, for which no engine is avoided. The
     request goes to another target, if possible not to one that was just seen at such a version. Once all have failed,
     it waits for an update, unless none can meet the demand any more.
 

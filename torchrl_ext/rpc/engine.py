@@ -173,10 +173,6 @@ class Engine(EngineClient):
             return ""
         return replaced_by(self.port.tell, connection)
 
-    def speak_for(self, connection: str) -> None:
-        """Send later steps in the name of ``connection``, which joined through another client."""
-        self._connection = connection
-
     @final
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. Wakes sleeping weights; `proof` stays ``"sent"`` if workers cannot rehearse."""
