@@ -17,7 +17,6 @@ SUBJECTS = {
     "by_shard": "deltas by shard: memory of FSDP2 ranks, and the time to code their blocks",
     "coding": "kinds of blocks of changes, beside their entropy and a copy",
     "digest": "digests of weights on the host, beside a copy of the same bytes",
-    "first_use": "the first versions of fresh processes, with empty and warm caches of compiled loops",
     "landing": "the pause of a delta that lands in vLLM, and of full files",
     "names": "37,000 names through an engine's own loader and through ours",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",

@@ -24,7 +24,6 @@ SMALLEST = {
     "by_shard": "--ranks 2 --layers 2 --width 128",
     "coding": "--hidden 64 --steps 2",
     "digest": "--mib 1",
-    "first_use": "",
     "names": "--layers 1 --transport delta",
     "peers": "--size small --part bits --part growth",
     "small": "--tensors 300",

@@ -3,7 +3,7 @@
 Importing this module imports numba (about half a second); whoever needs a compiled loop imports it when the loop is
 first called. Compiled code is kept beside the source where that is writable (``__pycache__``), else in the user's
 cache directory, or in ``NUMBA_CACHE_DIR`` where that is set; where nothing is writable it is compiled once per process.
-`torchrl_ext.versions.warm` compiles everything when ends connect.
+`torchrl_ext.versions.compiled` compiles everything when ends connect.
 
 numba asks only the file of the *outermost* function whether kept code is stale, and keeps what one version of itself
 compiled: another version that shares the directory throws that away. So the name that it keeps a loop under carries a
@@ -38,7 +38,6 @@ except ImportError as error:
 
 __all__ = [
     "GOLDEN",
-    "LOOPS",
     "bit_length",
     "changed64",
     "count_ones",
@@ -51,17 +50,8 @@ __all__ = [
 ]
 
 
-LOOPS: list[Any] = []
-"""Every loop of `njit` whose module was imported, with the ``signatures`` that are compiled in this process."""
-
-
 def njit(function: Callable[..., Any]) -> Any:
     """Compile ``function`` without the interpreter lock; kept on disk wherever some directory is writable."""
-    LOOPS.append(_compiled(function))
-    return LOOPS[-1]
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
     known = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
     files = sorted({__file__, *(value.py_func.__code__.co_filename for value in known)})
     compiler = zlib.crc32(f"{numba.__version__} {llvmlite.__version__}".encode())

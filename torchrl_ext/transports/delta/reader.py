@@ -23,10 +23,10 @@ from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Info, Wire
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.compiled import compile_loops
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.warm import Warming
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["DeltaReader", "Offer"]
@@ -88,7 +88,6 @@ class DeltaReader(WorkerEnd, Mailbox):
         self._reader.want(slices or {})
         self._reader.retain(copies)
         self._opened: OpenRoute | None = None
-        self._warming: Warming | None = None
 
     @classmethod
     def joined(cls, offer: Offer, here: Worker, within: Deadline) -> DeltaReader:
@@ -115,18 +114,15 @@ class DeltaReader(WorkerEnd, Mailbox):
             slices=here.slices,
         )
         if offer.codec is not None:
-            made._warming = Warming(codec_from_json(offer.codec), here.params, beside=True)
+            compile_loops(codec_from_json(offer.codec), here.params)
         return made
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
-        return self._reach(version, partial(self._changes, version, held, within), within)
+        return self._reach(version, partial(self._changes, version, held), within)
 
-    def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
+    def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None) -> Changes | None:
         """Return the changes that lead to a version; None where it has to be read in full, which is open then."""
         if held is not None:
-            if self._warming is not None:
-                self._warming.wait(within.timeout_s)
-                self._warming = None
             if self._reader.held is None:
                 self._reader.adopt(version, held)
             changes = self._reader.changes(version)

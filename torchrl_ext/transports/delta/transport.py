@@ -32,10 +32,10 @@ from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.compiled import compile_loops
 from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
-from torchrl_ext.versions.warm import Warming
 from torchrl_ext.versions.writer import Baseline, ChainWriter, Copies, WritesFull
 from torchrl_ext.weights.checkpoint import local_checkpoint
 from torchrl_ext.weights.source import WeightSource
@@ -180,7 +180,7 @@ class DeltaTransport(StandaloneTransport):
             keep_files=keep_files,
             baseline=baseline,
         )
-        self._warming: Warming | None = None  # until the first update has waited for it
+        self._probed = False  # workers look for a probe until the first update
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
@@ -197,7 +197,10 @@ class DeltaTransport(StandaloneTransport):
         return self._writer.baseline_bytes if self._own is None else self._own.nbytes
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
-        self._begin(tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()))
+        self._begin()
+        compile_loops(
+            self._codec, [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()]
+        )
         if self._group is not None:
             self._group.init_all_workers_group({})  # versions are sent, whatever the model
         self._connected = True
@@ -206,7 +209,7 @@ class DeltaTransport(StandaloneTransport):
         if self._chain.own():
             self._writer.forget()
         self._connected = True
-        warming = self._begin(params)
+        self._begin()
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
         offer = Offer(
             needs_base=self._codec.whole_base,
@@ -218,16 +221,15 @@ class DeltaTransport(StandaloneTransport):
         )
 
         def transfer(within: Deadline) -> None:
+            compile_loops(self._codec, params)  # while workers do so, too
             opening.transfer(within)
-            warming.wait(self.timeout_s)
 
         return Handoff(info=offer.to_json(), transfer=transfer)
 
-    def _begin(self, params: tuple[ParamMeta, ...]) -> Warming:
+    def _begin(self) -> None:
         if self._group is not None:
             self._writer.restart()  # workers may be new, and hold no version
-        self._warming = Warming(self._codec, params, beside=False)
-        return self._warming
+        self._probed = True
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         if self._group is not None and self._group.rank:
@@ -236,9 +238,8 @@ class DeltaTransport(StandaloneTransport):
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )
-        if self._warming is not None:  # before the first update; workers that joined have found the probe
-            self._warming.wait(self.timeout_s)
-            self._warming = None
+        if self._probed:  # workers that joined have found the probe
+            self._probed = False
             self._shared.clear()
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()

@@ -1,0 +1,99 @@
+"""Compile the loops that a model's updates need while ends connect, so that no update waits for a compiler."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.base import Codec, make_codec
+from torchrl_ext.codecs.choice import AutoBlocks, BlockEncoding
+from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.kernels.base import BITS
+from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.stores import Chain, LocalStore
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.versions.writer import ChainWriter, Copies
+from torchrl_ext.weights.source import MappingSource
+
+__all__ = ["compile_loops"]
+
+log = logging.getLogger("torchrl_ext")
+
+_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_APART = (50, 2, 1)  # elements from one that changes to the next, in each version
+_SMALL, _LARGE = 4096, (1 << 17) + 64  # one that is copied beside others, and one that is scanned where it lies
+
+
+def compile_loops(codec: Codec | BlockEncoding, params: Iterable[ParamMeta]) -> None:
+    """Compile or load the loops that updates of a model need, which takes seconds where nothing is in numba's cache.
+
+    Args:
+        codec: the encoding.
+        params: of the model.
+    """
+    widths = set()
+    for dtype in {meta.dtype for meta in params}:
+        with suppress(ConfigError):  # publishing names a dtype that cannot be coded
+            widths.add(unit_of(dtype).width)
+    try:
+        for width in sorted(widths):
+            _compile(codec.name, width)
+    except (OSError, WeightSyncError) as error:
+        log.warning("loops are compiled when an update needs them, as small versions could not be tried: %s", error)
+
+
+@functools.cache
+def _compile(encoding: str, width: int) -> None:
+    """Compile loops by use, for elements of ``width`` bytes and every kind of block that may be chosen."""
+    codec = make_codec(encoding)  # one of its own: what is compiled tells no speed
+    _publish_and_land(codec, width, (_SMALL, _LARGE))
+    for kind in ("ulp", "bitmap", "dense") if isinstance(codec, AutoBlocks) else ():
+        _publish_and_land(make_codec(kind), width, (_SMALL,))
+
+
+def _publish_and_land(codec: Codec | BlockEncoding, width: int, counts: Iterable[int]) -> None:
+    """Publish, read and land versions of small tensors."""
+    tensors: dict[str, Tensor] = {
+        str(count): torch.arange(count).to(BITS[width]).view(_DTYPES[width]) for count in counts
+    }
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-compiled-") as root:
+        store = LocalStore(root)
+        chain, full = Chain(store), FullWriter(sys.maxsize)
+        writer = ChainWriter(
+            store,
+            chain,
+            "compiled",
+            container=codec.container,
+            full=full,
+            keyframe_every=0,
+            base=None,
+            keep_files=True,
+            baseline=partial(Copies, codec),
+        )
+        reader = ChainReader(chain, partial(PublishedVersion, store))
+        reader.retain(lambda name: codec.whole_base)
+        writer.publish(MappingSource(tensors), 1)
+        loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
+        loader.position_digests()
+        for version, apart in enumerate(_APART, 2):
+            for tensor in tensors.values():
+                tensor.view(BITS[width])[::apart] += 1
+            writer.acknowledge()
+            writer.publish(MappingSource(tensors), version)
+            if (changes := reader.changes(version)) is None:
+                return
+            loader.stage(changes)
+            loader.commit()
+            reader.advance(changes)
