@@ -229,15 +229,10 @@ class TestEmbedded:
         assert self.says(engine) == greedy(tiny_model(3), PROMPT, 8)
         engine.close()
 
-    @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
-    def test_one_layer_is_switched_alone_and_costs_one_layer(self, engine, place, way):
+    def test_one_layer_is_switched_alone_and_costs_one_layer(self, engine):
         online, model = tx.make_engine("inprocess", engine=engine), tiny_model(0)
         layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.1." in name}
-        report = run(
-            online.update_model_weights(place / "seed1", only=[*layer])
-            if way == "checkpoint"
-            else online.update_model_weights_from_state_dict(layer)
-        )
+        report = run(online.update_model_weights_from_state_dict(layer))
         assert report.part and report.bytes == sum(tensor.nbytes for tensor in layer.values())
         model.load_state_dict({**model.state_dict(), **layer})
         assert self.says(engine) == greedy(model, PROMPT, 8)

@@ -18,7 +18,7 @@ from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.port import restated
 from torchrl_ext.sync.engines.local import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.update_source import UpdateSource, named
+from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
@@ -91,28 +91,17 @@ class InProcessEngine(Engine):
 
     # online switching
 
-    async def update_model_weights(
-        self, model_weights_path: str | os.PathLike[str], *, only: Collection[str] | None = None
-    ) -> SyncReport:
+    async def update_model_weights(self, model_weights_path: str | os.PathLike[str]) -> SyncReport:
         """Serve the weights of a checkpoint directory, and return the `SyncReport`; concurrent updates run one by one.
 
         Args:
             model_weights_path: the directory.
-            only: names of the tensors to load, leaving all others unchanged; None for all.
 
         Raises:
-            ManifestError: ``only`` names a tensor that is not there, or the engine's model has no tensor of such a name
-                and shape.
+            ManifestError: the engine's model has no tensor of a name and shape in it.
             UpdateError: the update failed; the engine serves its old weights unless the message says otherwise.
         """
-
-        def switch() -> SyncReport:
-            checkpoint = CheckpointSource(model_weights_path)
-            if only is None:
-                return self._switch(checkpoint)
-            return self._merge(dict(checkpoint.pairs(named(only, checkpoint))))
-
-        return await self._beside(switch)
+        return await self._beside(lambda: self._switch(CheckpointSource(model_weights_path)))
 
     async def update_model_weights_from_state_dict(
         self, state_dict: Mapping[str, Tensor], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
