@@ -190,7 +190,8 @@ class DeltaReader(WorkerEnd, Mailbox):
     def _looks(self, within: Deadline) -> Iterator[None]:
         """Yield whenever the store may have another version, until the deadline."""
         if self._broadcast is None:
-            yield from within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S)
+            for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+                yield
             return
         yield
         while self._broadcast.fetch(within):

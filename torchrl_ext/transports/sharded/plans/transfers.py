@@ -64,7 +64,7 @@ class Transfers(NamedTuple):
                 chunk, nbytes = at[members].max(), piece.numel * itemsize
                 used = np.where(at[members] == chunk, filled[members], 0) + nbytes
                 if used.max() > bucket_bytes:
-                    chunk, used = chunk + 1, nbytes
+                    chunk, used[:] = chunk + 1, nbytes
                 at[members], filled[members] = chunk, used
                 rows.append((int(chunk), rank, worker))
                 cut_up.append(piece)
