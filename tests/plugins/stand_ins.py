@@ -186,20 +186,13 @@ class SGLang(Engine):
             content = {"success": success, "message": message, "num_paused_requests": paused}
             return JSONResponse(content, status_code=200 if success else 400)
 
-        app = Starlette(routes=[Route("/update_weights_from_disk", update, methods=["POST"])])
-        sys.modules["sglang.srt.entrypoints.http_server"].app = app
-        sglang_routes.init(lambda manager: None, self)
-        return app
+        return Starlette(routes=[Route("/update_weights_from_disk", update, methods=["POST"])])
 
 
 def add_sglang(patch):
     """Put modules of SGLang where the plugin imports them; the patch ends that."""
     modules = {
-        "sglang.srt.entrypoints.http_server": SimpleNamespace(app=None),
         "sglang.srt.managers.io_struct": SimpleNamespace(**dict.fromkeys(REQUESTS, SimpleNamespace)),
-        "sglang.srt.utils.auth": SimpleNamespace(
-            AuthLevel=SimpleNamespace(ADMIN_OPTIONAL=None), auth_level=lambda level: lambda endpoint: endpoint
-        ),
         "sglang.srt.distributed.parallel_state": SimpleNamespace(
             get_tp_group=lambda: SimpleNamespace(cpu_group=None, world_size=1),
             get_pp_group=lambda: SimpleNamespace(world_size=1),

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import finished, python
-from torchrl_ext.plugins.sglang import routes
 from torchrl_ext.plugins.vllm import register as vllm_register
 
 REGISTER = """
@@ -339,12 +338,3 @@ def test_sglangs_own_ways_to_load_are_seen_by_whatever_name(tmp_path):
     }
     told = python(code, tmp_path / "site", "sglang", json.dumps(files))
     assert {"load_weights_from_distributed", "update_weights_from_somewhere", "check_weights"} <= set(told.split())
-
-
-def test_a_sglang_that_takes_no_routes_of_ours_starts_all_the_same(monkeypatch, caplog):
-    made = []
-    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=SimpleNamespace()))
-    routes.init(
-        lambda manager, port: made.append((manager, port)), "manager", 1
-    )  # without SGLang, none has `utils.auth`
-    assert made == [("manager", 1)] and "our routes cannot be added" in caplog.text

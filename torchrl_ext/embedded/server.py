@@ -40,7 +40,6 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.messages import Start, State, read
-from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import Guard
 from torchrl_ext.sync.inspection import followed
 from torchrl_ext.sync.update_from_disk import PATH, DiskLoads, handler
@@ -82,9 +81,6 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
         finally:
             job.cancelled = True
             gone.cancel()
-
-    async def version() -> str:
-        return scheduler.version
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -131,7 +127,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     return Starlette(
         routes=[*own, *routes],
         exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
-        middleware=[Middleware(Guard, keys=keys, open_routes=(_OPEN_ROUTE,)), Middleware(Admission, label=version)],
+        middleware=[Middleware(Guard, keys=keys, open_routes=(_OPEN_ROUTE,))],
         lifespan=lifespan,
     )
 

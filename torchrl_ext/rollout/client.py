@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.demands import Demand
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
 from torchrl_ext.rollout.requests import Requests, targets
 from torchrl_ext.rpc.connections import run
@@ -108,8 +107,6 @@ class InferenceClient:
         logprobs: bool | int | None = True,
         stop_token_ids: Sequence[int] = (),
         session_ids: Sequence[Any] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> list[Generation]:
@@ -125,9 +122,6 @@ class InferenceClient:
                 too), None means False.
             stop_token_ids: token ids that end a continuation.
             session_ids: one per prompt; a router sends the prompts of one session to one engine.
-            min_version: every returned token was sampled by weights of this version or a newer one; while no engine has
-                them, the call waits.
-            exact_version: every returned token was sampled by weights of this version.
             timeout_s: deadline of this call in place of the client's.
             sampling: further fields of vLLM's ``sampling_params``.
 
@@ -135,14 +129,10 @@ class InferenceClient:
             ``len(prompts) * n`` generations, grouped by prompt, in the order of ``prompts``.
 
         Raises:
-            ConfigError: a prompt is empty or not a list of token ids, there is not one session per prompt, or a version
-                is negative, or both are given.
-            EngineUnreachableError, EngineRefusedError: every engine failed a request, one refused it, or every engine
-                is beyond ``exact_version``.
-            DeadlineError: some generations did not finish in time; names the engines with requests in flight, or each
-                engine's version if none met the demand.
+            ConfigError: a prompt is empty or not a list of token ids, or there is not one session per prompt.
+            EngineUnreachableError, EngineRefusedError: every engine failed a request, or one refused it.
+            DeadlineError: some generations did not finish in time; names the engines with requests in flight.
         """
-        demand = Demand.of(min_version, exact_version)
         drawn = n if temperature > 0 else 1  # vLLM refuses n > 1 at temperature 0
         sessions = [None] * len(prompts) if session_ids is None else session_ids
         if len(sessions) != len(prompts):
@@ -159,7 +149,6 @@ class InferenceClient:
                 more=sampling,
                 adapter=self._adapter,
                 session_id=session,
-                demand=demand,
             )
             for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True))
         ]

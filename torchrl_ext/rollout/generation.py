@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import label_number
-
-if TYPE_CHECKING:
-    from torchrl_ext.rollout.demands import Demand
 
 __all__ = [
     "UNKNOWN_VERSION",
@@ -61,7 +58,6 @@ class GenerationRequest:
         more: further sampling settings under vLLM's names: ``top_p``, ``top_k``, ``min_tokens``, ``ignore_eos``...
         adapter: name of the LoRA adapter to generate with; None for the base weights.
         session_id: a router sends the requests of one session to one engine; None or "" for no session.
-        demand: weight versions that the request accepts; None for all.
         fields: further fields of the body.
     """
 
@@ -75,7 +71,6 @@ class GenerationRequest:
     more: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
     session_id: Any = None
-    demand: Demand | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self) -> list[GenerationRequest]:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -21,12 +20,10 @@ from torchrl_ext.errors import (
     RouteAbsent,
 )
 from torchrl_ext.registry import engines
-from torchrl_ext.rollout.demands import CONFLICT, Demand, Unmet, at
 from torchrl_ext.rollout.dialects import Dialect
-from torchrl_ext.rollout.generation import UNKNOWN_VERSION as UNKNOWN
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration, version_number
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration
 from torchrl_ext.rpc.connections import begin, each
-from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
+from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
 
 __all__ = ["Requests", "back_off", "targets"]
 
@@ -36,7 +33,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one b
 _UNAVAILABLE = 503
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
-_SEEN_S, _MOST_WAITS = 1.0, 3  # how long a version that was seen counts; back-off of at most 0.4 s for an update
+_MOST_WAITS = 3  # back-off of at most 0.4 s while an update pauses engines
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -67,10 +64,6 @@ class Requests:
     once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again. An
     engine that refuses a request while an update pauses it (vLLM 0.33) has not failed, and is asked again.
 
-    An answer that does not meet the request's demand counts as HTTP 409, for which no engine is avoided. The
-    request goes to another target, if possible not to one that was just seen at such a version. Once all have failed,
-    it waits for an update, unless none can meet the demand any more.
-
     Args:
         targets: at least one dialect, by base address.
         limit: maximum requests in flight per target; 0 for no limit.
@@ -93,7 +86,6 @@ class Requests:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: set[Future[Any]] = set()  # until they end, or `close` cancels them
         self._warned = float("-inf")
-        self._seen: dict[tuple[str, str | None], tuple[int, float]] = {}  # by target and adapter: version, and when
         how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
 
@@ -136,11 +128,8 @@ class Requests:
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-        demand = next((one.demand for one in requests), None)
         raise DeadlineError(
             f"{', '.join(late or self._targets)} answered too late: {len(found)} of {len(requests)} prompts are done",
-            expected=None if demand is None else str(demand),
-            state=", ".join(at(url, version) for (url, _), (version, _) in self._seen.items() if demand) or None,
             hint="check whether the engine is paused and resume it, request fewer tokens, or raise timeout_s",
         )
 
@@ -215,7 +204,7 @@ class Requests:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
             route, body = dialect.route, {**dialect.body(request), **request.fields}
-            answer = await self._post(url, route, body, request.session_id, until, request.demand)
+            answer = await self._post(url, route, body, request.session_id, until)
             where = url + route
             try:
                 found = dialect.read(answer)
@@ -224,25 +213,14 @@ class Requests:
                 raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected) from None
             if len(found) != request.n:
                 raise EngineRefusedError(f"{where} gave {len(found)} continuations", expected=str(request.n))
-            if request.demand is not None:
-                request.demand.check(found, url)
-                if versions := found[-1].token_versions():
-                    self._seen[url, request.adapter] = versions[-1], time.monotonic()
             return found
 
-        return await self._of_any(ask, until, request)
+        return await self._of_any(ask, until)
 
-    async def _post(
-        self, url: str, route: str, body: Any, session_id: Any, until: float, demand: Demand | None = None
-    ) -> Any:
-        if session_id in (None, "") and demand is not None:
-            session_id = uuid.uuid4().hex  # a router that hashes requests may try another engine at each attempt
+    async def _post(self, url: str, route: str, body: Any, session_id: Any, until: float) -> Any:
         headers = {} if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
-        headers |= {} if demand is None else demand.headers
         left_s = until - time.monotonic()
         answer = await self._sessions[url].exchange("POST", route, body, headers=headers, timeout_s=left_s)
-        if answer.status == CONFLICT and demand is not None:
-            raise Unmet(url, demand, _version(answer))
         try:
             return answer.checked_json()
         except RouteAbsent as error:
@@ -250,20 +228,13 @@ class Requests:
             expected, status = f"an engine with the route {route}", error.status
             raise RouteAbsent(error.what, expected=expected, hint=hint, status=status, reason=error.reason) from None
 
-    async def _of_any(
-        self, call: Callable[[str], Awaitable[_T]], until: float, request: GenerationRequest | None = None
-    ) -> _T:
-        """Return the result of ``call``, which sends ``request`` if given, for the first target where it succeeds."""
+    async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
+        """Return the result of ``call`` for the first target where it succeeds."""
         failed, attempts = dict[str, EngineError](), itertools.count()
-        adapter = None if request is None else request.adapter
         while True:
-            async with self._turn(failed, until, request) as url:
+            async with self._turn(failed, until) as url:
                 try:
                     found = await call(url)
-                except Unmet as error:
-                    failed[url] = error
-                    self._seen[url, adapter] = error.version, time.monotonic()
-                    self._retired.pop(url, None)
                 except (EngineUnreachableError, EngineRefusedError) as error:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
@@ -275,8 +246,8 @@ class Requests:
                     return found
             if len(failed) == len(self._targets):
                 why, attempt = self._joined(failed), next(attempts)
-                waits = [error for error in failed.values() if isinstance(error, Unmet) or _is_paused(error)]
-                if not self._persistent and all(isinstance(error, Unmet) and error.lost for error in waits):
+                waits = any(map(_is_paused, failed.values()))
+                if not self._persistent and not waits:
                     raise why
                 if not waits and time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
@@ -284,17 +255,8 @@ class Requests:
                 await back_off(min(attempt, _MOST_WAITS) if waits else attempt, until, why)
                 failed.clear()
 
-    def _fits(self, url: str, request: GenerationRequest | None) -> bool:
-        """Return whether a target was not just seen at a version that does not meet the request's demand."""
-        if request is None or request.demand is None:
-            return True
-        version, when = self._seen.get((url, request.adapter), (0, float("-inf")))
-        return request.demand.met_by(version) or time.monotonic() - when > _SEEN_S
-
     @asynccontextmanager
-    async def _turn(
-        self, failed: Mapping[str, EngineError], until: float, request: GenerationRequest | None
-    ) -> AsyncIterator[str]:
+    async def _turn(self, failed: Mapping[str, EngineError], until: float) -> AsyncIterator[str]:
         """Wait for a free place at a target that has not failed, and hold it during the block."""
         if (loop := asyncio.get_running_loop()) is not self._loop:  # the first request, or the first after a fork
             self._loop, self._freed = loop, asyncio.Condition()
@@ -304,7 +266,6 @@ class Requests:
             while True:
                 now = time.monotonic()
                 well = [url for url in left if self._retired.get(url, now) <= now] or left
-                well = [url for url in well if self._fits(url, request)] or well
                 found = min(well, key=self._in_work.__getitem__)  # ties go to the first in order
                 if self._in_work[found] < self._limit:
                     break
@@ -328,10 +289,7 @@ class Requests:
             return errors[0]
         lines = "; ".join(f"{url}: {failed[url].what}" for url in self._targets)
         what, hint = f"none of {len(errors)} engines answers: {lines}", "start them again, or pass other addresses"
-        joined: EngineError = EngineUnreachableError(what, hint=hint)
-        if unmet := [error for error in errors if isinstance(error, Unmet)]:
-            what = f"none of {len(errors)} engines serves a version that the request demands: {lines}"
-            joined = EngineRefusedError(what, expected=unmet[0].expected, status=CONFLICT)
+        joined = EngineUnreachableError(what, hint=hint)
         joined.__cause__ = errors[-1]
         return joined
 
@@ -341,13 +299,6 @@ def _is_paused(error: EngineError) -> bool:
     if not isinstance(error, EngineRefusedError):
         return False
     return error.status == _UNAVAILABLE and "generation is paused" in error.reason.lower()
-
-
-def _version(answer: Answer) -> int:
-    try:
-        return version_number(answer.json()["weight_version"])
-    except _UNREADABLE:  # a router may answer in its own form
-        return UNKNOWN
 
 
 async def back_off(attempt: int, until: float, why: EngineError) -> None:

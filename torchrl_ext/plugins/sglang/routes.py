@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import logging
-import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
@@ -19,16 +17,12 @@ from typing import Any, Final
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineRefusedError
 from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch
-from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import CHANNEL, FROM_A_PAGE, Flush, answers_in, merged
 from torchrl_ext.sync.update_from_disk import DiskLoads, answered
 from torchrl_ext.types import Info
 
 __all__ = ["HOOKS"]
 
-log = logging.getLogger("torchrl_ext")
-
-_SERVER: Final = "sglang.srt.entrypoints.http_server"
 _STEP_S: Final = 600.0
 _FLUSH_S: Final = 10.0
 _loads: weakref.WeakKeyDictionary[Any, DiskLoads] = weakref.WeakKeyDictionary()
@@ -128,27 +122,6 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
     return answer["success"], answer["message"], answer["num_paused_requests"]
 
 
-def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
-    """Wrap the making of the object that routes call: add our middleware to the application, once."""
-    original(manager, *args, **settings)
-    server = sys.modules.get(_SERVER)
-    if server is not None:
-        try:
-            _add(server.app, manager)
-        except Exception as error:  # noqa: BLE001 - it would end the server at its start
-            log.warning("this SGLang cannot refuse requests by the version of its weights: %r", error)
-
-
-def _add(app: Any, manager: Any) -> None:
-    async def label() -> Any:
-        return manager.config_value("weight_version")
-
-    if all(one.cls is not Admission for one in app.user_middleware):
-        app.add_middleware(Admission, label=label, shape=lambda row: {"object": "error", **row})
-
-
-_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
-    f"{_MANAGER}.__init__": init,
-    f"{_MANAGER}.update_weights_from_disk": update,
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk": update
 }

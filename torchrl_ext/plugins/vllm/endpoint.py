@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import importlib
 import os
 import re
@@ -30,7 +29,6 @@ from starlette.routing import Route, request_response
 
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.messages import Finish, Reset, State
-from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import BACKEND, Guard
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
@@ -54,11 +52,9 @@ class UpdateFromDisk:
     def __init__(self) -> None:
         self._engine: Any = None
         self._keys: list[str] = []
-        self._labels: dict[str, str] | None = None  # None: ask the engine each time
 
     def attach_router(self, app: Starlette) -> None:
-        """Add the routes to the application, before its own, and the check of versions that requests demand."""
-        app.add_middleware(Admission, label=self._label)  # behind vLLM's check of keys, which comes later
+        """Add the routes to the application, before its own."""
         load = handler(lambda body: self._loads.load(body), Request.json)
         routes = [Route(PATH, Guard(request_response(load), self._keys), methods=["POST"])]
         if any(getattr(route, "path", None) == _STATE for route in app.routes):
@@ -67,8 +63,6 @@ class UpdateFromDisk:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine, and the checkpoint that it was started with."""
-        self._llm = engine_client
-        self._watch_label()
         self._engine = _Reloadable(engine_client, args.model, asyncio.get_running_loop())
         self._loads = DiskLoads(self._engine)
         self._keys += [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
@@ -76,29 +70,6 @@ class UpdateFromDisk:
     async def state(self, request: Request) -> JSONResponse:
         """Answer one call of ``/is_sleeping``."""
         return JSONResponse(await asyncio.wrap_future(in_thread(self._engine.report, "torchrl_ext")))
-
-    def _watch_label(self) -> None:
-        """Let `_label` remember its answer where every change passes through this process: the only API server."""
-        parallel, change = getattr(self._llm.vllm_config, "parallel_config", None), self._llm.update_weight_version
-        if getattr(parallel, "_api_process_count", None) != 1:
-            return
-        self._labels = {}
-
-        @functools.wraps(change)
-        async def changing(*args: Any, **more: Any) -> None:
-            try:
-                await change(*args, **more)
-            finally:
-                self._labels = {}  # another dict, because a question from before the change may still be open
-
-        self._llm.update_weight_version = changing
-
-    async def _label(self) -> str:
-        """Return the label of the weights in service; the engine answers between two steps."""
-        labels = {} if self._labels is None else self._labels
-        if "now" not in labels:
-            labels["now"] = await self._llm.get_weight_version()
-        return labels["now"]
 
 
 class _Reloadable(VLLMObjectPort):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +49,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         versions_key, truncated_key: keys of our outputs.
         seed: sequence k of this policy is sampled with ``seed + k``; None leaves it to the engines.
         pacer: delays each call while rollouts are too far ahead of training.
-        max_lag: each call demands weights at most this many versions older than ``version()``, and waits for them.
-        version: returns the trainer's newest version, such as ``lambda: sender.version``, for ``max_lag``; picklable
-            where the policy is.
         timeout_s: deadline of one call, in seconds; None takes the client's.
         wrapper: fields of `WrapperSettings`, under TorchRL's names.
 
@@ -76,17 +73,13 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         truncated_key: NestedKey = "response_truncated",
         seed: int | None = None,
         pacer: Pacer | None = None,
-        max_lag: int | None = None,
-        version: Callable[[], int] | None = None,
         timeout_s: float | None = None,
         **wrapper: Any,
     ) -> None:
         super().__init__()
         ours = {"versions": versions_key, "truncated": truncated_key}
         self._given = {f"{name}_key": key for name, key in ours.items()} | wrapper
-        self._given |= {"seed": seed, "pacer": pacer, "max_lag": max_lag, "version": version, "timeout_s": timeout_s}
-        if (max_lag is None) != (version is None) or (max_lag or 0) < 0:
-            raise ConfigError(f"max_lag={max_lag}, version={version}", expected="both, with max_lag >= 0, or neither")
+        self._given |= {"seed": seed, "pacer": pacer, "timeout_s": timeout_s}
         given = WrapperSettings(**wrapper)
         if isinstance(model, InferenceClient):
             self.model = model
@@ -113,7 +106,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         self._keys = given.keys | ours
         self.in_keys, self.out_keys = [given.input_key], list(given.keys.values())
         self._seed, self._pacer, self._timeout_s = seed, pacer, timeout_s
-        self._max_lag, self._newest = max_lag or 0, version
         self._made, self._counting = 0, threading.Lock()
 
     @property
@@ -149,8 +141,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         Raises:
             ConfigError: the prompts are missing, or a sampling setting is invalid.
             EngineUnreachableError, EngineRefusedError: no engine took a prompt.
-            DeadlineError: the engines did not answer in time or stayed older than ``max_lag`` allows, or the pacer made
-                the call wait too long.
+            DeadlineError: the engines did not answer in time, or the pacer made the call wait too long.
         """
         if logits_only:
             raise ConfigError("engines return tokens and their log-probabilities, not logits")
@@ -183,7 +174,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
                 prompts.tokens,
                 n=samples or 1,
                 logprobs=self.return_log_probs,
-                min_version=None if self._newest is None else max(0, self._newest() - self._max_lag),
                 timeout_s=self._timeout_s,
                 **sampling,
             )
