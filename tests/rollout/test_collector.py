@@ -1,18 +1,13 @@
 """TorchRL's `LLMCollector` with engines of other processes, from the first rollout to the end of a training run."""
 
-import threading
-
 import pytest
 import torch
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
-from tests.processes import WAIT_S
 from torchrl_ext.cli.demo.training import Trainer
-from torchrl_ext.rollout.torchrl.lag import Pacer
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.testing.tiny import make_tiny_lm
 
@@ -73,29 +68,6 @@ def test_rollouts_follow_the_trainer_on_several_engines(servers, trainer):
         trainer.step(batch)
     sender.shutdown()
     found.shutdown()
-
-
-def test_a_collector_that_runs_by_itself_waits_for_the_trainer(servers, trainer):
-    """Rollouts go on in a thread and stop two batches ahead; an update lets exactly one more start."""
-    sender, turns = sender_for(trainer, servers[:1]), trainer.task.turns
-    sender.update_weights()
-    pacer = Pacer(lambda: sender.version, max_lag=1, turns_per_version=turns, timeout_s=WAIT_S)
-    buffer = ReplayBuffer(storage=LazyStackStorage(8 * turns))
-    found = collector(
-        trainer, remote(trainer, servers[:1], pacer=pacer), replay_buffer=buffer, total_dialog_turns=4 * turns
-    )
-    found.start()
-    for batches in (2, 3, 4):
-        reached = threading.Event()
-        for _ in range(20 * WAIT_S):
-            if len(buffer) == batches * turns:
-                reached.set()
-                break
-            threading.Event().wait(0.05)
-        assert reached.is_set() and pacer.started == batches * turns == pacer.allowed()
-        sender.update_weights()
-    found.shutdown()
-    sender.shutdown()
 
 
 def test_swapping_the_transport_changes_nothing_else(servers, checkpoint, tmp_path):

@@ -1,6 +1,4 @@
-"""`MaxLag` and `Pacer`: what is too old is not trained on, and what would be is not made."""
-
-import threading
+"""`MaxLag`: what is too old is not trained on."""
 
 import pytest
 import torch
@@ -10,9 +8,8 @@ from tensordict import TensorDict, set_list_to_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks
 
-from tests.processes import WAIT_S
-from torchrl_ext.errors import ConfigError, DeadlineError
-from torchrl_ext.rollout.torchrl.lag import MaxLag, Pacer
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.rollout.torchrl.lag import MaxLag
 
 ROW = st.lists(st.integers(-1, 5), min_size=1, max_size=3)  # versions of a response's tokens
 
@@ -84,43 +81,3 @@ def test_data_of_other_policies_is_refused():
         MaxLag(1, lambda: 0)(TensorDict({"masks": {"all_assistant_mask": torch.ones(1, 1)}}, batch_size=[1]))
     with pytest.raises(ConfigError, match="max_lag is -1"):
         MaxLag(-1, lambda: 0)
-
-
-def start(pacer, count):
-    with pacer.starting(count):
-        pass
-
-
-def test_rollouts_wait_for_the_version_that_will_use_them():
-    newest, started = [7], threading.Semaphore(0)
-    pacer = Pacer(lambda: newest[0], max_lag=1, turns_per_version=4, timeout_s=WAIT_S)
-
-    def collect():
-        for _ in range(4):
-            start(pacer, 4)
-            started.release()
-
-    collecting = threading.Thread(target=collect, daemon=True)
-    collecting.start()
-    for _ in range(2):
-        assert started.acquire(timeout=WAIT_S)
-    for version in (8, 9):
-        assert pacer.started == 4 * (version - 6) and collecting.is_alive()
-        newest[0] = version
-        assert started.acquire(timeout=WAIT_S)
-    collecting.join(WAIT_S)
-    assert pacer.started == 16
-
-
-@pytest.mark.parametrize("first", [2, 5])  # a batch above the limit starts by itself
-def test_a_trainer_that_stands_still_is_an_error_with_its_version(first):
-    pacer = Pacer(lambda: 3, max_lag=0, turns_per_version=2, timeout_s=0.1)
-    start(pacer, first)
-    with pytest.raises(DeadlineError, match=rf"version 3 for 0.1 s.*{first} sequences ahead"):
-        start(pacer, 1)
-
-
-@pytest.mark.parametrize("settings", [{"max_lag": -1}, {"turns_per_version": 0}, {"timeout_s": 0}])
-def test_a_pace_that_cannot_be_kept_is_refused(settings):
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        Pacer(lambda: 0, **{"max_lag": 1, "turns_per_version": 1, **settings})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.torchrl.lag import Pacer
 from torchrl_ext.rollout.torchrl.records import read_prompts, write_records
 from torchrl_ext.rollout.torchrl.settings import WrapperSettings, sampling_settings
 
@@ -48,7 +46,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         model: addresses of engines, or an `InferenceClient`.
         versions_key, truncated_key: keys of our outputs.
         seed: sequence k of this policy is sampled with ``seed + k``; None leaves it to the engines.
-        pacer: delays each call while rollouts are too far ahead of training.
         timeout_s: deadline of one call, in seconds; None takes the client's.
         wrapper: fields of `WrapperSettings`, under TorchRL's names.
 
@@ -72,14 +69,13 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         versions_key: NestedKey = "token_versions",
         truncated_key: NestedKey = "response_truncated",
         seed: int | None = None,
-        pacer: Pacer | None = None,
         timeout_s: float | None = None,
         **wrapper: Any,
     ) -> None:
         super().__init__()
         ours = {"versions": versions_key, "truncated": truncated_key}
         self._given = {f"{name}_key": key for name, key in ours.items()} | wrapper
-        self._given |= {"seed": seed, "pacer": pacer, "timeout_s": timeout_s}
+        self._given |= {"seed": seed, "timeout_s": timeout_s}
         given = WrapperSettings(**wrapper)
         if isinstance(model, InferenceClient):
             self.model = model
@@ -105,7 +101,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
             setattr(self, f"return_{name}", name in given.keys)
         self._keys = given.keys | ours
         self.in_keys, self.out_keys = [given.input_key], list(given.keys.values())
-        self._seed, self._pacer, self._timeout_s = seed, pacer, timeout_s
+        self._seed, self._timeout_s = seed, timeout_s
         self._made, self._counting = 0, threading.Lock()
 
     @property
@@ -141,7 +137,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         Raises:
             ConfigError: the prompts are missing, or a sampling setting is invalid.
             EngineUnreachableError, EngineRefusedError: no engine took a prompt.
-            DeadlineError: the engines did not answer in time, or the pacer made the call wait too long.
+            DeadlineError: the engines did not answer in time.
         """
         if logits_only:
             raise ConfigError("engines return tokens and their log-probabilities, not logits")
@@ -169,14 +165,9 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         if self._seed is not None:
             with self._counting:
                 sampling["seed"], self._made = self._seed + self._made, self._made + count
-        with nullcontext() if self._pacer is None else self._pacer.starting(count):
-            generations = self.model.generate(
-                prompts.tokens,
-                n=samples or 1,
-                logprobs=self.return_log_probs,
-                timeout_s=self._timeout_s,
-                **sampling,
-            )
+        generations = self.model.generate(
+            prompts.tokens, n=samples or 1, logprobs=self.return_log_probs, timeout_s=self._timeout_s, **sampling
+        )
         return write_records(prompts, generations, samples, self._settings, self._keys)
 
     def _sampled(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
