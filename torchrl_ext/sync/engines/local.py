@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import threading
 from abc import abstractmethod
@@ -299,12 +298,6 @@ class VLLMObjectPort(LocalPort):
 
     def start_weights(self) -> WeightSource:
         return self._checkpoint or CheckpointSource(self._config.model_config.model)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        if not prompts:
-            return []
-        scorer = importlib.import_module("torchrl_ext.plugins.vllm.scorer")  # here, because it imports vLLM
-        return self._done(scorer.logprobs(self._llm, prompts, asynchronous=self._asynchronous))
 
     def _workers(self, method: str, **arguments: Any) -> None:
         """Call a method on every worker; raises as `_do`, with a worker's message."""
