@@ -107,6 +107,7 @@ class InferenceClient:
         logprobs: bool | int | None = True,
         stop_token_ids: Sequence[int] = (),
         session_ids: Sequence[Any] | None = None,
+        cache_versions: Sequence[int] | None = None,
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> list[Generation]:
@@ -122,6 +123,10 @@ class InferenceClient:
                 too), None means False.
             stop_token_ids: token ids that end a continuation.
             session_ids: one per prompt; a router sends the prompts of one session to one engine.
+            cache_versions: one per prompt: the newest weight version at the first turn of its conversation. A prompt
+                then reuses only keys and values of prompts with the same number, so that no new conversation meets
+                those of older weights, and a later turn finds those of its own. Needed where updates leave the
+                engine's prefix cache (``keep_cache``); the embedded engine has none.
             timeout_s: deadline of this call in place of the client's.
             sampling: further fields of vLLM's ``sampling_params``.
 
@@ -129,14 +134,17 @@ class InferenceClient:
             ``len(prompts) * n`` generations, grouped by prompt, in the order of ``prompts``.
 
         Raises:
-            ConfigError: a prompt is empty or not a list of token ids, or there is not one session per prompt.
+            ConfigError: a prompt is empty or not a list of token ids, or there is not one session, or one version, per
+                prompt.
             EngineUnreachableError, EngineRefusedError: every engine failed a request, or one refused it.
             DeadlineError: some generations did not finish in time; names the engines with requests in flight.
         """
         drawn = n if temperature > 0 else 1  # vLLM refuses n > 1 at temperature 0
         sessions = [None] * len(prompts) if session_ids is None else session_ids
-        if len(sessions) != len(prompts):
-            raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
+        keys = [None] * len(prompts) if cache_versions is None else [f"weights-{one}" for one in cache_versions]
+        for name, given in (("session_ids", sessions), ("cache_versions", keys)):
+            if len(given) != len(prompts):
+                raise ConfigError(f"{len(given)} {name} for {len(prompts)} prompts", expected="one per prompt")
         requests = [
             GenerationRequest(
                 token_ids=checked_prompt(prompt, i),
@@ -148,9 +156,10 @@ class InferenceClient:
                 stop_token_ids=tuple(stop_token_ids),
                 more=sampling,
                 adapter=self._adapter,
+                cache_key=key,
                 session_id=session,
             )
-            for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True))
+            for i, (prompt, session, key) in enumerate(zip(prompts, sessions, keys, strict=True))
         ]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         found = run(self._requests.generations(requests, until))

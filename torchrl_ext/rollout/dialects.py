@@ -28,10 +28,6 @@ class Dialect(ABC):
         """Return the ``POST`` body for `route`."""
 
     @abstractmethod
-    def adapted(self, name: str | None) -> Info:
-        """Return the fields that select a LoRA adapter, on every generation route; {} for the base weights."""
-
-    @abstractmethod
     def read(self, answer: Any) -> list[Generation]:
         """Return the continuations in an answer, in order.
 
@@ -56,10 +52,8 @@ class VLLMDialect(Dialect):
         sampling |= {"stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
         sampling |= {} if request.seed is None else {"seed": request.seed}
         fields = {"token_ids": list(request.token_ids), "sampling_params": sampling}
-        return fields | self.adapted(request.adapter)
-
-    def adapted(self, name: str | None) -> Info:
-        return {} if name is None else {"model": name}
+        fields |= {} if request.adapter is None else {"model": request.adapter}
+        return fields | ({} if request.cache_key is None else {"cache_salt": request.cache_key})
 
     def read(self, answer: Any) -> list[Generation]:
         rows = enumerate(answer["choices"])
@@ -94,15 +88,9 @@ class SGLangDialect(Dialect):
         sampling |= {"stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
         sampling |= {} if request.seed is None else {"sampling_seed": request.seed}
         sampling |= {} if request.n == 1 else {"n": request.n}
-        return {
-            "input_ids": list(request.token_ids),
-            "sampling_params": sampling,
-            "return_logprob": request.logprobs,
-            **self.adapted(request.adapter),
-        }
-
-    def adapted(self, name: str | None) -> Info:
-        return {} if name is None else {"lora_path": name}
+        fields = {"input_ids": list(request.token_ids), "sampling_params": sampling, "return_logprob": request.logprobs}
+        fields |= {} if request.adapter is None else {"lora_path": request.adapter}
+        return fields | ({} if request.cache_key is None else {"extra_key": request.cache_key})
 
     def read(self, answer: Any) -> list[Generation]:
         return [self._read(row) for row in ([answer] if isinstance(answer, dict) else answer)]

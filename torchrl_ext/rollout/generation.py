@@ -57,6 +57,8 @@ class GenerationRequest:
         stop_token_ids: token ids that end a continuation.
         more: further sampling settings under vLLM's names: ``top_p``, ``top_k``, ``min_tokens``, ``ignore_eos``...
         adapter: name of the LoRA adapter to generate with; None for the base weights.
+        cache_key: the request reuses only keys and values that requests with the same key left in the engine's prefix
+            cache; None for those without a key.
         session_id: a router sends the requests of one session to one engine; None or "" for no session.
         fields: further fields of the body.
     """
@@ -70,6 +72,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+    cache_key: str | None = None
     session_id: Any = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 

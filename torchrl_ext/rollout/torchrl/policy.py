@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,12 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.torchrl.records import read_prompts, write_records
+from torchrl_ext.rollout.torchrl.records import Prompts, read_prompts, write_records
 from torchrl_ext.rollout.torchrl.settings import WrapperSettings, sampling_settings
 
 __all__ = ["RemoteLLMPolicy"]
+
+_CONVERSATIONS = 1 << 16  # that are remembered
 
 
 class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no types
@@ -46,6 +48,9 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         model: addresses of engines, or an `InferenceClient`.
         versions_key, truncated_key: keys of our outputs.
         seed: sequence k of this policy is sampled with ``seed + k``; None leaves it to the engines.
+        version: returns the trainer's newest version, like ``lambda: sender.version``; picklable where the policy is.
+            With it, engines reuse keys and values by version, as ``cache_versions`` of `InferenceClient.generate` says,
+            and later turns of a conversation (history mode) keep the version of its first turn.
         timeout_s: deadline of one call, in seconds; None takes the client's.
         wrapper: fields of `WrapperSettings`, under TorchRL's names.
 
@@ -69,13 +74,14 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         versions_key: NestedKey = "token_versions",
         truncated_key: NestedKey = "response_truncated",
         seed: int | None = None,
+        version: Callable[[], int] | None = None,
         timeout_s: float | None = None,
         **wrapper: Any,
     ) -> None:
         super().__init__()
         ours = {"versions": versions_key, "truncated": truncated_key}
         self._given = {f"{name}_key": key for name, key in ours.items()} | wrapper
-        self._given |= {"seed": seed, "timeout_s": timeout_s}
+        self._given |= {"seed": seed, "version": version, "timeout_s": timeout_s}
         given = WrapperSettings(**wrapper)
         if isinstance(model, InferenceClient):
             self.model = model
@@ -103,6 +109,8 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         self.in_keys, self.out_keys = [given.input_key], list(given.keys.values())
         self._seed, self._timeout_s = seed, timeout_s
         self._made, self._counting = 0, threading.Lock()
+        self._newest = version
+        self._first: dict[int, int] = {}  # version at the first turn, by what a conversation said until its last answer
 
     @property
     def sampling_params(self) -> SimpleNamespace:
@@ -165,12 +173,45 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         if self._seed is not None:
             with self._counting:
                 sampling["seed"], self._made = self._seed + self._made, self._made + count
+        versions = None if self._newest is None else self._first_versions(prompts, self._newest())
         generations = self.model.generate(
-            prompts.tokens, n=samples or 1, logprobs=self.return_log_probs, timeout_s=self._timeout_s, **sampling
+            prompts.tokens,
+            n=samples or 1,
+            logprobs=self.return_log_probs,
+            cache_versions=versions,
+            timeout_s=self._timeout_s,
+            **sampling,
         )
-        return write_records(prompts, generations, samples, self._settings, self._keys)
+        found = write_records(prompts, generations, samples, self._settings, self._keys)
+        if versions is not None and self.return_history:
+            answered = [row.get((self._keys["history"], "full")) for row in found.reshape(-1).unbind(0)]
+            self._remember(answered, [one for one in versions for _ in range(samples or 1)])
+        return found
+
+    def _first_versions(self, prompts: Prompts, newest: int) -> list[int]:
+        """Return the version at the first turn of each prompt's conversation; ``newest`` where it begins now."""
+        if prompts.history is None:
+            return [newest] * len(prompts.tokens)
+        return [self._first.get(_said(history), newest) for history in prompts.history.unbind(0)]
+
+    def _remember(self, histories: Sequence[Any], versions: Sequence[int]) -> None:
+        with self._counting:
+            for history, version in zip(histories, versions, strict=True):
+                said = _said(history)
+                self._first[said] = max(
+                    version, self._first.pop(said, version)
+                )  # the newest of those that say the same
+            while len(self._first) > _CONVERSATIONS:
+                del self._first[next(iter(self._first))]
 
     def _sampled(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         """Return the arguments of `InferenceClient.generate` for TorchRL's settings, and the number of samples."""
         given = self._standardize_generate_kwargs({**self.generate_kwargs, **changes})
         return sampling_settings(given, self.num_samples)
+
+
+def _said(history: Any) -> int:
+    """Return a hash of a conversation's messages up to its last answer; before the first answer, of none."""
+    messages = [(str(one.role), str(one.content)) for one in history.unbind(0)]
+    answers = [i for i, (role, _) in enumerate(messages, start=1) if role == "assistant"]
+    return hash(tuple(messages[: answers[-1]])) if answers else hash(())

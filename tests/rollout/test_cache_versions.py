@@ -1,0 +1,78 @@
+"""Keys and values are reused by version: what is sent with the first and with later turns of a conversation."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from tensordict import set_list_to_stack
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory
+
+import torchrl_ext as tx
+from tests.models import tiny_tokenizer
+from tests.rollout.inputs import TEMPLATE, prompts
+from tests.rollout.test_dialects import REQUEST
+from tests.rpc import sockets
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
+
+
+@contextmanager
+def serving():
+    def answer(asked):
+        choice = {"token_ids": [5, 6, 7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}] * 3}}
+        return 200, {"choices": [choice]}
+
+    with sockets.serving(answer) as server, tx.InferenceClient(server.url) as client:
+        server.client = client
+        yield server
+
+
+def salts(server):
+    found = [body.get("cache_salt") for _, _, body in server.calls]
+    server.calls.clear()
+    return found
+
+
+def test_each_engine_has_a_field_of_its_own():
+    keyed = replace(REQUEST, cache_key="weights-3")
+    assert VLLMDialect().body(keyed) == {**VLLMDialect().body(REQUEST), "cache_salt": "weights-3"}
+    assert SGLangDialect().body(keyed) == {**SGLangDialect().body(REQUEST), "extra_key": "weights-3"}
+
+
+def test_a_client_sends_one_version_per_prompt():
+    with serving() as server:
+        server.client.generate([[1], [2]], cache_versions=[3, 4])
+        assert sorted(salts(server)) == ["weights-3", "weights-4"]
+        server.client.generate([[1]])
+        assert salts(server) == [None]
+        with pytest.raises(ConfigError, match="1 cache_versions for 2 prompts"):
+            server.client.generate([[1], [2]], cache_versions=[3])
+
+
+def test_later_turns_keep_the_version_of_the_first_and_new_conversations_have_the_newest():
+    newest, tokenizer = [3], tiny_tokenizer()
+    with serving() as server, set_list_to_stack(True):
+        policy = tx.RemoteLLMPolicy(
+            server.client, tokenizer=tokenizer, input_mode="history", version=lambda: newest[0], **TEMPLATE["history"]
+        )
+        first = policy(prompts("history", tokenizer))
+        assert salts(server) == ["weights-3"] * 2
+        newest[0] = 4
+        turn = History.from_chats([[{"role": "user", "content": "go on"}]] * 2)
+        data = first.select().set(
+            "history", ChatHistory(prompt=first["history"].full.extend(turn, inplace=False, dim=1), batch_size=[2])
+        )
+        second = policy(data)
+        assert salts(server) == ["weights-3"] * 2
+        newest[0] = 5
+        data = first.select().set(
+            "history", ChatHistory(prompt=second["history"].full.extend(turn, inplace=False, dim=1), batch_size=[2])
+        )
+        policy(data)
+        assert salts(server) == ["weights-3"] * 2
+        policy(prompts("history", tokenizer))
+        assert salts(server) == ["weights-5"] * 2
+        by_text = policy.get_new_version(input_mode="text", input_key=None)
+        by_text(prompts("text", tokenizer))
+        assert salts(server) == ["weights-5"] * 2
