@@ -18,7 +18,7 @@ NATS = 2e-3
 STARTS = {
     "vllm": (
         ServedVLLM,
-        ["--enable-lora", "--max-lora-rank=16", "--max-loras=2"],
+        ["--enable-lora", "--max-lora-rank=16", '--weight-transfer-config={"backend": "nccl"}'],
         {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     ),
     "sglang": (
@@ -77,8 +77,9 @@ def test_two_versions_and_one_that_is_refused(kind, request, tmp_path):
     assert gap(engine, policy) < NATS
     adapters.unload(NAME)
     assert gap(engine, base, None) < NATS
-    with pytest.raises(EngineRefusedError):
-        logprobs(engine, LONG, NAME)
+    if kind == "vllm":  # SGLang loads it again for a request that names it
+        with pytest.raises(EngineRefusedError):
+            logprobs(engine, LONG, NAME)
 
 
 def test_the_page_about_lora(stock_vllm, stock_sglang, checkpoint):

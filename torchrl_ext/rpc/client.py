@@ -193,7 +193,7 @@ class EngineClient(ABC):
         raise no_adapters(self.kind)
 
     def unload_adapter(self, name: str) -> None:
-        """Serve no adapter under ``name`` any more; the engine then refuses requests that name it.
+        """Serve no adapter under ``name`` any more; SGLang loads it again for a request that names it.
 
         Raises:
             ConfigError: this kind of engine serves no adapters.

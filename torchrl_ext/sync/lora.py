@@ -98,7 +98,7 @@ class LoraPublisher:
         return version
 
     def unload(self, name: str) -> None:
-        """Have every engine refuse requests to ``name`` from now on; files stay.
+        """Have no engine serve ``name`` any more; files stay, from which SGLang loads it again for a request to it.
 
         Raises:
             ConfigError, EngineError, DeadlineError: at least one engine did not; the error names it.
