@@ -17,8 +17,8 @@ HOSTILE = [
     None, True, -1, 0, 1, 7, 2**31, 2**40, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "x", "7", "../x",
     "complex128", "int4", "float32", "quint8", "Tensor", "nn.Module", "\0", "²", "9" * 5000, [], [1], [[]], [2**40],
     [2**62, 4], [-1], [True], ["2"], [float("inf")], {}, {"name": "auto"}, {"name": []},
-    {"name": "ulp", "block_log2": "x"}, {"name": "auto", "link_bytes_s": "x"}, {"name": "auto", "threads": None},
-    {"name": "dense", "level": True}, [[[[[[]]]]]],
+    {"name": "ulp", "block_log2": "x"}, {"name": "auto", "level": "x"}, {"name": "auto", "level": None},
+    {"name": "bitmap", "level": True}, [[[[[[]]]]]],
 ]  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_words_and_rows():
             worse_json(chance.choice(rows), chance),
             right=lambda meta: ParamMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta,
         )
-        info = make_codec(chance.choice(["ulp", "context", "dense", "auto"])).to_json()
+        info = make_codec(chance.choice(["ulp", "context", "bitmap", "auto"])).to_json()
         refused_or_right(
             codec_from_json,
             worse_json(info, chance),

@@ -241,11 +241,10 @@ engines = Makes(
 encodings = Registry(
     "encoding",
     {
-        "ulp": ("codecs.choice:ulp", "gaps and steps in units in the last place; the fast one"),
-        "context": ("codecs.choice:context", "the same, sorted by the exponent of the base; the tight one"),
-        "bitmap": ("codecs.choice:bitmap", "a bit for each unit, and the new ones; for links faster than coders"),
-        "dense": ("codecs.choice:dense", "the new units of every block that changes, in byte planes"),
-        "auto": ("codecs.choice:AutoBlocks", "picks for each block by what changed and the speed of the link"),
+        "ulp": ("codecs.blocks:ulp", "gaps and steps in units in the last place; the fast one"),
+        "context": ("codecs.blocks:context", "the same, sorted by the exponent of the base; the tight one"),
+        "bitmap": ("codecs.blocks:bitmap", "a bit for each unit, and the new ones; the one at the speed of memory"),
+        "auto": ("codecs.blocks:auto", "ulp, or bitmap where that block is shorter"),
         "indices": ("compat.slime.encodings:indices", "int32 positions and values (slime's first format)"),
         "deltas": ("compat.slime.encodings:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
         "deltas_zstd": (

@@ -337,7 +337,7 @@ class SyncReport:
             log-probabilities match the trainer's.
         rank_bytes: bytes that each trainer rank sent; empty if the transport does not count them.
         worker_bytes: bytes that each worker received; empty if the transport does not count them.
-        encoding: how changes were coded, and why so; empty for a full update.
+        encoding: how changes were coded; empty for a full update.
         whole: tensors sent unsharded although the trainer or the engine is sharded -> the reason.
         part: only some tensors were sent (``only=``) and engines kept the others; `proof` covers those that were sent.
         error: why the update failed (the report is `UpdateError.report`); None if every engine serves the version.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tests.bench.frame import say, seconds, together
 from tests.memory import track_peak
-from torchrl_ext.codecs.choice import ulp
+from torchrl_ext.codecs.blocks import ulp
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.stores.table import ParamTable

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.contract import BlockEncodingContract
+from tests.codecs.contract import BlockEncodingContract, block_of
 from tests.codecs.data import DTYPES, bytes_of, pairs
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.patch import apply_patch, same
 from torchrl_ext.codecs.pipeline import encode_tensors
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.types import ParamMeta
 
 OURS = [name for name in encodings.names() if make_codec(name).container == "blocks"]
@@ -34,13 +38,32 @@ def test_an_encoding_that_nobody_knows_is_refused_with_the_names_that_exist():
             codec_from_json(info)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"link_bytes_s": 0}, {"link_bytes_s": float("nan")}, {"link_bytes_s": "x"}, {"threads": True}, {"threads": 1.5}],
-)
-def test_speeds_that_are_none_are_refused(settings):
-    with pytest.raises(ConfigError, match="positive"):
-        make_codec("auto", **settings)
+@pytest.mark.parametrize(("density", "name"), [(0.001, "ulp"), (0.2, "ulp"), (0.5, "bitmap"), (1.0, "ulp")])
+def test_auto_is_ulp_or_bitmap_where_that_block_is_shorter(density, name):
+    """Bits that change to any others: nothing about their steps is short."""
+    generator = np.random.default_rng(0)
+    old = generator.integers(0, 1 << 16, 1 << 16).astype(np.uint16)
+    new = np.where(generator.random(old.size) < density, generator.integers(0, 1 << 16, old.size), old)
+    found, unit = block_of(old, new.astype(np.uint16)), unit_of(torch.int16)
+    coded = {kind: make_codec(kind).encode(unit, found) for kind in ("ulp", "bitmap")}
+    assert make_codec("auto").encode(unit, found) == coded[name] == min(coded.values(), key=lambda one: len(one[1]))
+
+
+def test_reports_say_how_blocks_were_coded(tmp_path):
+    weights = {"noise": torch.zeros(1 << 16, dtype=torch.int16), "few": torch.zeros(1 << 16)}
+    sender = WeightSender(
+        DeltaTransport(tmp_path), InProcessEngine({name: one.clone() for name, one in weights.items()})
+    )
+    reports = [sender.update_weights(weights)]
+    weights["few"][3] = 1
+    reports.append(sender.update_weights(weights))
+    weights["few"][4] = 1
+    noise = torch.randint(-(1 << 15), 1 << 15, (1 << 16,), dtype=torch.int16)
+    weights["noise"] = torch.where(torch.rand(1 << 16) < 0.5, noise, weights["noise"])
+    reports.append(sender.update_weights(weights))
+    sender.shutdown()
+    told = [report.encoding for report in reports]
+    assert told[:2] == ["", "ulp"] and sorted(told[2].split(", ")) == ["1 of 2 blocks bitmap", "1 of 2 blocks ulp"]
 
 
 @others

@@ -97,11 +97,6 @@ FILES = {"root": "/s", "keep_files": False}
             "delta",
             DELTA | {"carrier": "collective", "encoding": "indices"},
         ),
-        (
-            {"update_weight_mode": "delta", "update_weight_link_bytes_s": 1e9},
-            "delta",
-            DELTA | {"carrier": "collective", "settings": {"link_bytes_s": 1e9}},
-        ),
         (  # slime's names
             {
                 "update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_delta_dir": "/s",

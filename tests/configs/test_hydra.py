@@ -82,11 +82,11 @@ def test_settings_reach_the_transport_as_plain_values(tmp_path):
         "weight_sync_scheme=delta",
         f"weight_sync_scheme.root={tmp_path}",
         "weight_sync_scheme.encoding=auto",
-        "weight_sync_scheme.settings={link_bytes_s: 1e9}",
+        "weight_sync_scheme.files={note: words}",
         "weight_sync_scheme.timeout_s=7",
     )
     scheme = instantiate(config.weight_sync_scheme)
-    assert type(scheme.settings["settings"]) is dict
+    assert type(scheme.settings["files"]) is dict
     transport = scheme.create_transport()
     assert (transport.root, transport.timeout_s) == (str(tmp_path), 7.0)
     transport.shutdown()

@@ -23,7 +23,7 @@ from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource
 
 LAYOUTS = [(name, False) for name in ("auto", "deltas", "deltas_zstd", "overwrite", "xor")]
-LAYOUTS += [(name, True) for name in ("auto", "context", "dense", "ulp")]
+LAYOUTS += [(name, True) for name in ("auto", "bitmap", "context", "ulp")]
 """Encodings, and whether ranks write what they hold."""
 
 

@@ -42,7 +42,7 @@ def require_held_once(transport, tensors):
 
 @on_ranks(2, 4)
 def test_ranks_write_a_chain_together_and_readers_end_equal(rank, world, folder):
-    for encoding in {2: ["context"], 4: ["auto", "dense"]}[world]:
+    for encoding in {2: ["context"], 4: ["auto", "bitmap"]}[world]:
         own, root = weights(), f"{folder}/{encoding}"
         source = Blocks(own, rank, world, meet=meet)
         trainer = tx.DeltaTransport(root, by_shard=True, encoding=encoding, keyframe_every=3, keep_files=True)

@@ -35,7 +35,7 @@ from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import MappingSource
 
 Tensors = dict[str, torch.Tensor]
-KINDS = ("ulp", "context", "bitmap", "dense")
+KINDS = ("ulp", "context", "bitmap")
 MOST_BYTES = 256 << 20
 FOLDER = version_name(2)
 COLUMNS = ("changed", "digests", "base_digests", "blocks")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_ext.codecs.choice import ulp
+from torchrl_ext.codecs.blocks import ulp
 from torchrl_ext.stores.delta_manifest import DIGEST
 from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta

@@ -1,6 +1,6 @@
 """Encodings of other libraries' deltas, tensor by tensor; and encodings of all kinds by name.
 
-Our own encodings code blocks of streams (`torchrl_ext.codecs.choice.BlockEncoding`). A `Codec` is a frozen dataclass
+Our own encodings code blocks of streams (`torchrl_ext.codecs.blocks.BlockEncoding`). A `Codec` is a frozen dataclass
 that encodes the change of one tensor as another library does, and decodes it.
 """
 
@@ -86,13 +86,13 @@ class Codec(ABC):
         return same(meta, base)[0]
 
 
-def make_codec(name: str, **settings: Any) -> Any:
-    """Return the encoding called ``name``: a `torchrl_ext.codecs.choice.BlockEncoding`, or another library's `Codec`.
+def make_codec(name: str) -> Any:
+    """Return the encoding called ``name``: a `torchrl_ext.codecs.blocks.BlockEncoding`, or another library's `Codec`.
 
     Raises:
-        ConfigError: the name is unknown, or the encoding does not take these settings.
+        ConfigError: the name is unknown.
     """
-    return encodings.make(name, **settings)
+    return encodings.make(name)
 
 
 def codec_from_json(info: Info) -> Any:

@@ -44,9 +44,7 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     keep_files: bool | None = None
     shard_bytes: int | None = None
     files: Any = None
-    settings: Any = None
     checksum: str | None = None
-    adapter: bool | None = None
     seen_at: str | None = None
     baseline_device: Any = None
     local_dir: str | None = None

@@ -74,7 +74,7 @@ class TransferStats:
         spans: seconds by phase (``encode``, ``publish``, ``transfer``).
         rank_bytes: bytes that each trainer rank sent, in order of rank; empty if not counted.
         worker_bytes: bytes that each worker received, in order of rank; empty if not counted.
-        encoding: kinds of blocks in which changes were coded, and why; empty for a full update.
+        encoding: how changes were coded; empty for a full update.
         whole: tensors that a sharded transport did not move as slices -> the reason why a worker needs the whole
             tensor, or why the trainer gathers it.
     """

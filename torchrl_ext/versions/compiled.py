@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, make_codec
-from torchrl_ext.codecs.choice import AutoBlocks, BlockEncoding
+from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.kernels.base import BITS
@@ -57,10 +57,9 @@ def compile_loops(codec: Codec | BlockEncoding, params: Iterable[ParamMeta]) -> 
 @functools.cache
 def _compile(encoding: str, width: int) -> None:
     """Compile loops by use, for elements of ``width`` bytes and every kind of block that may be chosen."""
-    codec = make_codec(encoding)  # one of its own: what is compiled tells no speed
-    _publish_and_land(codec, width, (_SMALL, _LARGE))
-    for kind in ("ulp", "bitmap", "dense") if isinstance(codec, AutoBlocks) else ():
-        _publish_and_land(make_codec(kind), width, (_SMALL,))
+    _publish_and_land(make_codec(encoding), width, (_SMALL, _LARGE))
+    if encoding == "auto":
+        _publish_and_land(make_codec("bitmap"), width, (_SMALL,))
 
 
 def _publish_and_land(codec: Codec | BlockEncoding, width: int, counts: Iterable[int]) -> None:

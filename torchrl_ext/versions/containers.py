@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.streams import Found
 from torchrl_ext.codecs.units import unit_of
@@ -103,7 +102,6 @@ class BlockFiles:
         kinds: names of block codecs, as rows number them.
         changed: uint64, shape (parameters,): units that changed.
         words: uint64, shape (parameters, 2): what the change adds to the digests.
-        taking_s: seconds that whoever takes the files has taken for them.
     """
 
     def __init__(self, table: ParamTable, stem: str = "delta") -> None:
@@ -112,7 +110,6 @@ class BlockFiles:
         self.kinds: list[str] = []
         self.changed = np.zeros(len(table.params), DIGEST)
         self.words = np.zeros((len(table.params), 2), DIGEST)
-        self.taking_s = 0.0
         self._rows: list[tuple[int, ...]] = []
 
     def laid(self, blocks: Iterable[Coded]) -> Iterator[tuple[str, bytes]]:
@@ -138,10 +135,8 @@ class BlockFiles:
 
     def _file(self, waiting: list[bytes], size: int) -> Iterator[tuple[str, bytes]]:
         name = f"{self._stem}-{len(self.sizes) + 1:05d}.bin"
-        self.sizes[name], data = size, b"".join(waiting)
-        began = time.perf_counter()
-        yield name, data
-        self.taking_s += time.perf_counter() - began
+        self.sizes[name] = size
+        yield name, b"".join(waiting)
 
     @property
     def rows(self) -> np.ndarray:

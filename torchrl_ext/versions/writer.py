@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
@@ -159,11 +159,6 @@ class ChainWriter:
         """Bytes that each trainer rank wrote of the last delta, in order of rank; empty where one rank writes all."""
         return () if self._baseline is None else self._baseline.rank_bytes
 
-    @property
-    def stored(self) -> tuple[int, float]:
-        """Bytes of the last delta that this rank wrote, and the seconds that the store took for them."""
-        return (0, 0.0) if self._baseline is None else self._baseline.stored
-
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._baseline = None
@@ -216,7 +211,6 @@ class Baseline(WeightSource):
         digests: uint64, shape (parameters, 2): their digests.
         version: run id and number of the version that they are.
         rank_bytes: bytes that each trainer rank wrote of the last delta, in order of rank, where several ranks write.
-        stored: bytes of the last delta that this rank wrote, and the seconds that the store took for them.
     """
 
     def __init__(self) -> None:
@@ -225,7 +219,6 @@ class Baseline(WeightSource):
         self.digests = np.empty((0, 2), DIGEST)
         self.version: Held | None = None
         self.rank_bytes: tuple[int, ...] = ()
-        self.stored = (0, 0.0)
         self._files: Mapping[str, bytes] = {}
 
     @property
@@ -387,10 +380,8 @@ class Copies(Baseline):
             numbers = delta.version, delta.base_version
             other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
             return write_other(delta, other, self._codec, self._changes(pairs, self._codec), draft, prefix)
-        files = BlockFiles(self.table)
-        made = write_blocks(delta, files, self._blocks(pairs, self._codec), draft, prefix)
-        self.stored = sum(files.sizes.values()), files.taking_s
-        return made
+        blocks = self._blocks(pairs, self._codec)
+        return write_blocks(delta, BlockFiles(self.table), blocks, draft, prefix)
 
     def _blocks(self, pairs: Pairs, codec: BlockEncoding) -> Iterator[Coded]:
         """Yield what changed, coded; the copies follow."""

@@ -72,11 +72,8 @@ class WeightUpdateConfig:
     )
     update_weight_encoding: str = _option(
         None,
-        "encoding of deltas: auto (default), ulp, context, bitmap, dense, or slime's indices, deltas, deltas_zstd, "
+        "encoding of deltas: auto (default), ulp, context, bitmap, or slime's indices, deltas, deltas_zstd, "
         "xor, overwrite",
-    )
-    update_weight_link_bytes_s: float | None = _option(
-        None, "bytes per second to the engines, for encoding auto (see torchrl-ext plan); by default it is measured"
     )
     update_weight_delta_encoding: str | None = _also("update_weight_encoding", " (slime's later one)")
     update_weight_delta_checksum: str = _option(
@@ -245,8 +242,6 @@ class WeightUpdateConfig:
         if delta:
             name = "delta"
             settings |= {"encoding": encoding, "checksum": self.update_weight_delta_checksum}
-            if encoding == "auto" and self.update_weight_link_bytes_s is not None:
-                settings["settings"] = {"link_bytes_s": self.update_weight_link_bytes_s}
         chosen = TransportConfig(name, {name: value for name, value in settings.items() if value is not None})
         return _broadcast_to(engines, chosen) if name == "collective" else chosen
 

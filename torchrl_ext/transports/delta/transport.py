@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from torchrl_ext.codecs.base import encodings, make_codec
-from torchrl_ext.codecs.choice import BlockEncoding
-from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, TransportError
@@ -62,7 +60,6 @@ class DeltaTransport(StandaloneTransport):
             are removed.
         shard_bytes: largest total size of the tensors in one file of a keyframe, in bytes.
         files: as in `DiskTransport`, for keyframes.
-        settings: settings of the encoding.
         checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
             ``"blake3"``, ``"adler32"`` or ``"sha256"``.
         baseline_device: where the trainer keeps the newest version's tensors, on which deltas build: None for host
@@ -81,9 +78,9 @@ class DeltaTransport(StandaloneTransport):
         root: the directory, as an absolute path; or the URL.
 
     Raises:
-        ConfigError: the encoding is unknown (the message lists all) or does not take ``settings``; the carrier is
-            unknown; there is a root with carrier ``"collective"``, or no root with ``"disk"``; or
-            ``by_shard`` does not support the carrier or the encoding.
+        ConfigError: the encoding is unknown (the message lists all); the carrier is unknown; there is a root with
+            carrier ``"collective"``, or no root with ``"disk"``; or ``by_shard`` does not support the carrier or the
+            encoding.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -109,7 +106,6 @@ class DeltaTransport(StandaloneTransport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        settings: Mapping[str, Any] | None = None,
         checksum: str = "xxh3-128",
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
@@ -134,10 +130,7 @@ class DeltaTransport(StandaloneTransport):
             raise ConfigError(
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
             )
-        settings = dict(settings or {})
-        if encoding == "auto":
-            settings = {"threads": worker_threads(), **settings}
-        self._codec = make_codec(encoding, **settings)
+        self._codec = make_codec(encoding)
         if by_shard and (carrier != "disk" or self._codec.container != BLOCKS):
             raise ConfigError(
                 f"by_shard with carrier {carrier!r} and encoding {encoding!r}",
@@ -254,34 +247,12 @@ class DeltaTransport(StandaloneTransport):
             stats.bytes = sum(delta.files.values())
             stats.density = int(delta.changed.sum()) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes
-            stats.encoding = self._reason(delta)
+            stats.encoding = _kinds(delta)
         stats.spans.since("publish", began)
         if self._group is None:
-            self._observe_link(*self._writer.stored)
             return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
-        send = partial(announce, self._group, self._store, self._kept, update.version)
-
-        def ahead(within: Deadline) -> None:
-            full, began = bool(self._kept.tensors), time.perf_counter()
-            send(within)
-            self._observe_link(0 if full else stats.bytes or 0, time.perf_counter() - began)
-
+        ahead = partial(announce, self._group, self._store, self._kept, update.version)
         return Handoff(ahead=ahead, served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
-
-    def _observe_link(self, nbytes: int, seconds: float) -> None:
-        if isinstance(self._codec, BlockEncoding):
-            self._codec.observe_link(nbytes, seconds)
-
-    def _reason(self, delta: DeltaManifest) -> str:
-        """Return how a delta was coded, and why."""
-        if not isinstance(self._codec, BlockEncoding):
-            return f"{self._codec.name}: as asked"
-        kinds, total = [codec["name"] for codec in delta.codecs], delta.blocks.size
-        counts = np.bincount(delta.blocks["codec"], minlength=len(kinds)).tolist()
-        reasons = [self._codec.reasons.get(kind, kind) for kind in kinds]  # other ranks have reasons of their own
-        if len(kinds) == 1:
-            return reasons[0]
-        return "; ".join(f"{count} of {total} blocks {why}" for count, why in zip(counts, reasons, strict=True))
 
     def rank_steps(self, source: WeightSource) -> Steps:
         return {} if self._own is None else steps(self._own, source, self._store, self.ranks.rank, self._base)
@@ -322,3 +293,12 @@ class DeltaTransport(StandaloneTransport):
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:
         return DeltaReader.joined(Offer.from_json(info, "the offer of a delta transport"), here, within)
+
+
+def _kinds(delta: DeltaManifest) -> str:
+    """Return how the changes of a delta were coded."""
+    kinds, total = [codec["name"] for codec in delta.codecs], delta.blocks.size
+    if len(kinds) == 1:
+        return str(kinds[0])
+    counts = np.bincount(delta.blocks["codec"], minlength=len(kinds)).tolist()
+    return ", ".join(f"{count} of {total} blocks {kind}" for count, kind in zip(counts, kinds, strict=True))

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
-from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.base import Draft
@@ -155,7 +155,6 @@ class RankCopies(Baseline):
             digests += _column(answer["words"], DIGEST).reshape(-1, 2)
             stream += streams
         self.rank_bytes = tuple(sum(answer["files"].values()) for answer in found)
-        self.stored = self.rank_bytes[0], found[0]["taking_s"]
         made = replace(
             delta,
             codecs=tuple({"name": kind} for kind in kinds),

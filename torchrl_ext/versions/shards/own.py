@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, ManifestError
@@ -135,7 +135,7 @@ class OwnBlocks:
             write: writes a file durably.
 
         Returns:
-            JSON-safe: ``rows``, the blocks in streams of this rank; ``kinds``; ``files``; ``taking_s``; and, for each
+            JSON-safe: ``rows``, the blocks in streams of this rank; ``kinds``; ``files``; and, for each
             parameter, ``changed`` and ``words``, as in `BlockFiles`. Columns are in base64.
 
         Raises:
@@ -154,7 +154,6 @@ class OwnBlocks:
             "rows": _text(files.rows),
             "kinds": files.kinds,
             "files": files.sizes,
-            "taking_s": files.taking_s,
             "changed": _text(files.changed),
             "words": _text(files.words),
         }
