@@ -20,7 +20,6 @@ def test_a_device_that_this_process_does_not_have_is_refused_before_anything_is_
     for ask in (
         lambda: tx.VLLMCollectiveTransport("127.0.0.1", 29500, 0, 2, device=device),
         lambda: tx.make_transport("ipc", device=device),
-        lambda: tx.make_transport("delta", root=tmp_path / "root", baseline_device=device),
         lambda: Engine(str(model), device=device),
     ):
         with pytest.raises(ConfigError, match=words):

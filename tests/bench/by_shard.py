@@ -107,7 +107,7 @@ def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density:
     own.keep(held, {})
     own.seed(held)
     table = ParamTable.of(ParamMeta.of(*pair) for pair in parts.items())
-    copies = FlatCopies(table, None, pinned=False)
+    copies = FlatCopies(table, pinned=False)
     for tensor, copy in zip(tensors, copies.parts[0], strict=True):
         copy.copy_(tensor)
     placed = [(0, segment, tensor) for segment, tensor in enumerate(tensors)]

@@ -21,7 +21,6 @@ from torchrl_ext.bench.runner import rounds
 from torchrl_ext.codecs.blocks import KINDS
 from torchrl_ext.codecs.streams import Found, StreamPatch
 from torchrl_ext.codecs.units import unit_of, units
-from torchrl_ext.kernels.base import BITS
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 
@@ -68,8 +67,7 @@ def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, sa
     for start in range(0, old.size, _BLOCK):
         a, b = old[start : start + _BLOCK], new[start : start + _BLOCK]
         where = np.flatnonzero(a != b).astype(np.int32)
-        bits = torch.from_numpy(a.view(np.uint8)).view(BITS[unit.width])
-        blocks.append(Found(0, start, where, a[where], b[where], range(1), np.zeros((1, 2), np.uint64), bits))
+        blocks.append(Found(0, start, where, a[where], b[where], range(1), np.zeros((1, 2), np.uint64), a))
     table, changed = ParamTable.of([ParamMeta("w", dtype, old.shape)]), sum(block.positions.size for block in blocks)
 
     def write(kind: str) -> list[bytes]:

@@ -16,7 +16,6 @@ from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.streams import Found, StreamPatch
 from torchrl_ext.codecs.units import Unit, unit_of, units
 from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.kernels.base import BITS
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 
@@ -26,8 +25,7 @@ BLOCK = 4096  # units
 def block_of(old: np.ndarray, new: np.ndarray, start: int = 0) -> Found:
     """What changed in a block, of which these are all units."""
     positions = np.flatnonzero(old != new).astype(np.int32)
-    bits = torch.from_numpy(old.view(np.uint8)).view(BITS[old.itemsize])
-    return Found(0, start, positions, old[positions], new[positions], range(1), np.zeros((1, 2), np.uint64), bits)
+    return Found(0, start, positions, old[positions], new[positions], range(1), np.zeros((1, 2), np.uint64), old)
 
 
 def land(patch: StreamPatch, tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +69,7 @@ class BlockEncodingContract:
                     if not found.positions.size:
                         continue
                     codec, data = coded(encoding, unit, found)
-                    assert len(data) <= 1.2 * found.bits.nbytes + 600, meta
+                    assert len(data) <= 1.2 * found.old.nbytes + 600, meta
                     base = found.old if codec.whole_base else None
                     assert codec.whole_base <= encoding.whole_base
                     patch = codec.decode(data, table, 0, start, found.size, base)

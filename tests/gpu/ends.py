@@ -103,8 +103,7 @@ def end(role, transport, place):
     if transport in ("sglang", "vllm"):
         return StockWire(role, transport, int(place))
     if transport == "delta":
-        own = {"baseline_device": DEVICE} if role == "trainer" else {}
-        return tx.make_transport("delta", root=place, timeout_s=WAIT_S, **own)
+        return tx.make_transport("delta", root=place, timeout_s=WAIT_S)
     return tx.make_transport("ipc", channel=place, timeout_s=WAIT_S)
 
 

@@ -159,12 +159,9 @@ def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = 
     }
 
 
-def copies_of(old: Mapping[str, Tensor], *, pinned: bool = False) -> FlatCopies:
-    """Return copies of ``old``, against which changes are found: where it is, or in pinned memory of the host."""
-    first = next(iter(old.values()))
-    olds = FlatCopies(
-        ParamTable.of(itertools.starmap(ParamMeta.of, old.items())), None if pinned else first.device, pinned=pinned
-    )
+def copies_of(old: Mapping[str, Tensor]) -> FlatCopies:
+    """Return copies of ``old`` on the host, against which changes are found."""
+    olds = FlatCopies(ParamTable.of(itertools.starmap(ParamMeta.of, old.items())), pinned=False)
     for name, copy in olds.by_name().items():
         copy.copy_(old[name])
     return olds

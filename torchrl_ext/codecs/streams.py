@@ -19,8 +19,8 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.devices import Recorded, recorded, settle, wait_for
-from torchrl_ext.kernels.base import BITS, UNSIGNED, Diff, flat_bits, kernels_on, linear_keys, unsigned
+from torchrl_ext.devices import Recorded, recorded, wait_for
+from torchrl_ext.kernels.base import BITS, UNSIGNED, flat_bits, kernels_on, linear_keys, unsigned
 from torchrl_ext.stores.table import ParamTable, Stream
 
 __all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "find", "fold"]
@@ -43,7 +43,7 @@ class Found(NamedTuple):
         before, after: unsigned, shape (k,): their bits.
         segments: numbers of the segments that meet the block.
         words: uint64, shape (segments, 2): what the change adds to the digest of each.
-        bits: shape (size,): bits of the block as it was, where they lie.
+        old: unsigned, shape (size,): the block as it was.
         news: where in the block new units begin that were compared on the host, and these: unsigned.
     """
 
@@ -54,18 +54,13 @@ class Found(NamedTuple):
     after: np.ndarray
     segments: range
     words: np.ndarray
-    bits: Tensor
+    old: np.ndarray
     news: Sequence[tuple[int, np.ndarray]] = ()
 
     @property
     def size(self) -> int:
         """Units of the block."""
-        return self.bits.numel()
-
-    @property
-    def old(self) -> np.ndarray:
-        """The block as it was, on the host: unsigned, shape (size,); a copy where it lies elsewhere."""
-        return unsigned(self.bits.cpu())
+        return self.old.size
 
 
 class _Run(NamedTuple):
@@ -118,7 +113,7 @@ def find(
 
     Args:
         table: its parameters and streams.
-        olds: bits of each stream as it was, 1-D.
+        olds: bits of each stream as it was, 1-D, on the host.
         tensors: stream, segment and new tensor, of the segment's shape; in order in each stream, of some or all
             segments, on any devices. Consumed by the caller's thread, about a GiB ahead of what is yielded; on an
             accelerator they may still be computed on its current stream.
@@ -190,57 +185,45 @@ def _done(
     follow: bool,
 ) -> _Result:
     wait_for(made)
-    found, listed = _found(stream, live, block)
+    found = _found(stream, live, block)
     result = then(found)
-    if follow and found.positions.size:
-        _follow(found, listed)
-    return result
-
-
-def _follow(found: Found, listed: list[tuple[Tensor, Diff]]) -> None:
-    """Make the bits of a block what is new."""
-    live, kernels = found.bits, kernels_on(found.bits.device)
-    if live.device.type != "cpu":
-        for old, diff in listed:
-            kernels.scatter(old, diff.places, diff.after)
-        settle([live.device])  # the caller reads it on another stream
-    elif 32 * found.positions.size > found.size and not listed:
+    if not follow or not found.positions.size:
+        return result
+    if 32 * found.positions.size > found.size and len(found.news) == len(block.runs):
         for at, new in found.news:
             np.copyto(found.old[at : at + new.size], new)  # torch would ask other threads for help
     else:
         changed = torch.from_numpy(found.positions), torch.from_numpy(found.after).view(live.dtype)
-        kernels.scatter(live, *changed)
+        kernels_on(live.device).scatter(live, *changed)
+    return result
 
 
-def _found(stream: Stream, live: Tensor, block: _Open) -> tuple[Found, list[tuple[Tensor, Diff]]]:
-    """Return what changed in a block; and what a device listed, with the old bits there."""
+def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
+    """Return what changed in a block."""
     from torchrl_ext.kernels.host_loops import digest_segments, scan
 
     segments = stream.within(block.start, block.start + block.size)
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
     starts, words, count = stream.starts[segments.start : segments.stop], np.zeros((len(segments), 2), np.uint64), 0
     keys, lists, news = linear_keys(), _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
-    listed = list[tuple[Tensor, Diff]]()
     for at, units, tensors in block.runs:
         flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
         old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
-        device = new.device if old.device.type == "cpu" else old.device
-        kernels = kernels_on(device)
+        kernels = kernels_on(new.device)
         if kernels.on_host:
             news.append((at, unsigned(new)))
             count += scan(unsigned(old), news[-1][1], at, firsts, starts, keys, *rest, words)
             continue
-        listed.append((old, kernels.diff(old.to(device), new.to(device))))
-        places, *bits = _on_host(*listed[-1][1])
+        places, *bits = _on_host(*kernels.diff(old.to(new.device), new))
         more = places.numel()
         for column, own in zip(rest, (places.numpy() + at, *map(unsigned, bits)), strict=True):
             column[:more] = own
         digest_segments(*(one[:more] for one in rest), firsts, starts, keys, words)
         count += more
     positions, before, after = (one[:count] for one in lists)
-    found = Found(block.stream, block.start, positions, before, after, segments, words, live, news)
+    found = Found(block.stream, block.start, positions, before, after, segments, words, unsigned(live), news)
     _digest_boxes(stream, found, firsts)
-    return found, listed
+    return found
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:

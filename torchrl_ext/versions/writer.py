@@ -262,11 +262,10 @@ class Baseline(WeightSource):
 
 @final
 class FlatCopies:
-    """Memory for the streams of a table: one flat tensor for each.
+    """Host memory for the streams of a table: one flat tensor for each.
 
     Args:
         table: has the streams.
-        device: where; by default on the host.
         pinned: in pinned memory.
 
     Attributes:
@@ -275,14 +274,14 @@ class FlatCopies:
         parts: views of each stream's segments, of their shapes.
     """
 
-    def __init__(self, table: ParamTable, device: torch.device | None, *, pinned: bool) -> None:
+    def __init__(self, table: ParamTable, *, pinned: bool) -> None:
         self.table = table
         self.bits: list[Tensor] = []
         self.parts: list[list[Tensor]] = []
         for stream in table.streams:
             scale = stream.dtype.itemsize // unit_bytes(stream.dtype)
             size, sizes = stream.size // scale, (np.diff(stream.first) // scale).tolist()
-            flat = torch.empty(size, dtype=stream.dtype, device=device or "cpu", pin_memory=pinned)
+            flat = torch.empty(size, dtype=stream.dtype, device="cpu", pin_memory=pinned)
             parts = list(flat.split(sizes))
             for number, (segment, param) in enumerate(zip(stream.segments, stream.params.tolist(), strict=True)):
                 shape = table.params[param].shape if segment.sizes is None else segment.sizes
@@ -305,7 +304,7 @@ class FlatCopies:
 
         own = self.table.streams[stream]
         first, found = own.first[low : high + 1], np.zeros((high - low, 2), DIGEST)
-        bits = unsigned(self.bits[stream][int(first[0]) : int(first[-1])].cpu())
+        bits = unsigned(self.bits[stream][int(first[0]) : int(first[-1])])
         addresses = bits.ctypes.data + (first[:-1] - first[0]) * bits.itemsize
         sizes = np.where(own.starts[low:high] < 0, 0, np.diff(first))
         digest_runs(addresses, own.starts[low:high], sizes, bits[:0], linear_keys(), found)
@@ -320,19 +319,16 @@ class FlatCopies:
 
 @final
 class Copies(Baseline):
-    """Copies of every tensor of the newest version: one flat tensor for each stream.
+    """Copies of every tensor of the newest version, on the host, pinned where the source's tensors are on a GPU.
 
     Args:
         codec: the encoding of deltas.
         checksum: of new tensors, in another library's files.
-        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
     """
 
-    def __init__(
-        self, codec: Codec | BlockEncoding, checksum: str = "xxh3-128", device: torch.device | None = None
-    ) -> None:
+    def __init__(self, codec: Codec | BlockEncoding, checksum: str = "xxh3-128") -> None:
         super().__init__()
-        self._codec, self._checksum, self._device = codec, checksum, device
+        self._codec, self._checksum = codec, checksum
         self._copies: FlatCopies | None = None
         self._taken: WeightSource | None = None
 
@@ -412,12 +408,12 @@ class Copies(Baseline):
         at, low, high, waiting = 0, 0, 0, 0  # the copies that are digested next: those of a stream, from one to another
         for meta, tensor in pairs:
             if self._copies is None:
-                self._copies = FlatCopies(self.table, self._device, pinned=self._device is None and tensor.is_cuda)
+                self._copies = FlatCopies(self.table, pinned=tensor.is_cuda)
                 self.tensors = self._copies.by_name()
             copy, number = self.tensors[meta.name], self.table.number[meta.name]
             copy.copy_(tensor)
-            if tensor.is_cuda or self._device is not None:
-                self.digests[number] = position_digest(tensor if tensor.is_cuda else copy)
+            if tensor.is_cuda:
+                self.digests[number] = position_digest(tensor)
             else:
                 stream, segment = streams[number], segments[number]
                 if (stream, segment) != (at, high) or waiting > _DIGESTED:

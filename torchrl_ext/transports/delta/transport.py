@@ -15,7 +15,6 @@ import numpy as np
 
 from torchrl_ext.codecs.base import encodings, make_codec
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.stores import Store, open_store
 from torchrl_ext.stores.base import MemoryStore
@@ -62,9 +61,6 @@ class DeltaTransport(StandaloneTransport):
         files: as in `DiskTransport`, for keyframes.
         checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
             ``"blake3"``, ``"adler32"`` or ``"sha256"``.
-        baseline_device: where the trainer keeps the newest version's tensors, on which deltas build: None for host
-            memory (pinned if the weights are on a GPU); or ``"cuda"``, which needs the model's size on the GPU a second
-            time, and saves a copy of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for copies of the parameters that cannot be patched in place
             (quantised, packed); readers without a control layer keep copies of all. None keeps them in memory.
         by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
@@ -107,7 +103,6 @@ class DeltaTransport(StandaloneTransport):
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         checksum: str = "xxh3-128",
-        baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
         by_shard: bool = False,
         master_address: str = "127.0.0.1",
@@ -154,12 +149,11 @@ class DeltaTransport(StandaloneTransport):
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._chain = Chain(self._store, run_id, view=view_of(self._store, self._base, settles=True))
-        where = None if baseline_device is None else usable_device(baseline_device)
-        self._own = OwnBlocks(where) if by_shard else None
+        self._own = OwnBlocks() if by_shard else None
 
         def baseline() -> Baseline:
             if self._own is None:
-                return Copies(self._codec, checksum, where)
+                return Copies(self._codec, checksum)
             return RankCopies(lambda: self.ranks.session, self._own, self._codec)
 
         self._writer = ChainWriter(

@@ -39,14 +39,9 @@ _Place = tuple[int, int]
 
 
 class OwnBlocks:
-    """One rank's part of the copies against which deltas are taken: streams of the blocks that it writes.
+    """One rank's part of the copies against which deltas are taken: streams of the blocks that it writes."""
 
-    Args:
-        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._table = ParamTable.of(())
         self._kept: dict[int, list[_Place]] = {}  # by the number of the shard that they are parts of
         self._copies: FlatCopies | None = None  # None before the first version
@@ -185,7 +180,7 @@ class OwnBlocks:
         words = np.zeros((len(self._table.params), 2), DIGEST)
         for place, tensor in parts:
             if self._copies is None:
-                self._copies = FlatCopies(self._table, self._device, pinned=self._device is None and tensor.is_cuda)
+                self._copies = FlatCopies(self._table, pinned=tensor.is_cuda)
             (stream, segment), (meta, block) = place, self._of(place)
             copy = self._copies.parts[stream][segment]
             copy.copy_(tensor)
