@@ -76,8 +76,7 @@ def helper(function: Callable[..., Any]) -> Any:
 def changed64(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
     """Return a uint64 whose bit ``t`` says whether ``old[start + t] != new[start + t]``, for t < 64.
 
-    Both are contiguous 1-D arrays of one unsigned dtype. Plain vector IR: one or a few compares on AVX-512, and
-    correct on any other machine.
+    Both are contiguous 1-D arrays of one unsigned dtype. Plain vector IR, which every processor has a few compares for.
     """
     signature = types.uint64(old, new, types.int64)
 
