@@ -209,14 +209,15 @@ def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
     for at, units, tensors in block.runs:
         flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
         old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
-        kernels = kernels_on(new.device)
-        if kernels.on_host:
+        if kernels_on(new.device).on_host:
             news.append((at, unsigned(new)))
             count += scan(unsigned(old), news[-1][1], at, firsts, starts, keys, *rest, words)
             continue
-        places, *bits = _on_host(*kernels.diff(old.to(new.device), new))
+        where = (old.to(new.device) != new).nonzero().flatten()
+        places, now = _on_host(where.to(torch.int32), new.index_select(0, where))
         more = places.numel()
-        for column, own in zip(rest, (places.numpy() + at, *map(unsigned, bits)), strict=True):
+        listed = places.numpy() + at, unsigned(old)[places.numpy()], unsigned(now)
+        for column, own in zip(rest, listed, strict=True):
             column[:more] = own
         digest_segments(*(one[:more] for one in rest), firsts, starts, keys, words)
         count += more

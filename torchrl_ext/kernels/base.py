@@ -1,8 +1,8 @@
 """Loops over the bits of tensors: what every implementation offers, and which one works on which device.
 
-An implementation finds what differs, lands changes and keeps digests. Tensors come as *bits*: integers of their
-elements' width (uint8, int16, int32, int64), so that NaN payloads and -0.0 count. All implementations return the same,
-bit for bit; `tests/kernels` runs one suite over them.
+An implementation lands changes and keeps digests. Tensors come as *bits*: integers of their elements' width (uint8,
+int16, int32, int64), so that NaN payloads and -0.0 count. All implementations return the same, bit for bit;
+`tests/kernels` runs one suite over them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = [
     "ROW",
     "SEED",
     "UNSIGNED",
-    "Diff",
     "Kernels",
     "Landed",
     "Piece",
@@ -158,19 +157,6 @@ class Piece:
         self.memory = flat.view(BITS[flat.element_size()])
 
 
-class Diff(NamedTuple):
-    """The elements that differ between two tensors, in order.
-
-    Attributes:
-        places: their indices: int32, shape (k,), increasing; int64 where the tensor has 2^31 elements or more.
-        before, after: their bits in the old and in the new tensor, shape (k,).
-    """
-
-    places: Tensor
-    before: Tensor
-    after: Tensor
-
-
 class Landed(NamedTuple):
     """Changes translated for a parameter, ready for `Kernels.scatter` or `Writes`.
 
@@ -236,10 +222,6 @@ class Kernels(ABC):
 
     on_host: ClassVar[bool] = False
     """Whether tensors lie where loops on the host can read them."""
-
-    @abstractmethod
-    def diff(self, old: Tensor, new: Tensor) -> Diff:
-        """Find the elements that differ between two tensors of bits, contiguous, shape (n,), on the device."""
 
     @abstractmethod
     def words(self, piece: Piece) -> Words:

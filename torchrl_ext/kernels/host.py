@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import UNSIGNED, Diff, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
+from torchrl_ext.kernels.base import UNSIGNED, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
 
 __all__ = ["HostKernels"]
 
@@ -19,17 +19,6 @@ class HostKernels(Kernels):
     """Kernels made of numba's loops, each in one thread; a caller cuts its work for several."""
 
     on_host: ClassVar[bool] = True
-
-    def diff(self, old: Tensor, new: Tensor) -> Diff:
-        from torchrl_ext.kernels.host_loops import scan
-
-        size, dtype, segment = old.numel(), UNSIGNED[old.element_size()], np.array([0, old.numel()])
-        places = np.empty(size + 64, np.int32 if size < 2**31 else np.int64)  # only what is filled takes memory
-        before, after, words = np.empty(size + 64, dtype), np.empty(size + 64, dtype), np.zeros((1, 2), np.uint64)
-        keys, nowhere = linear_keys(), np.array([-1])  # no digest
-        found = scan(unsigned(old), unsigned(new), 0, segment, nowhere, keys, places, before, after, words)
-        listed, was, now = (torch.from_numpy(column[:found].copy()) for column in (places, before, after))
-        return Diff(listed, was.view(old.dtype), now.view(old.dtype))
 
     def words(self, piece: Piece) -> Words:
         from torchrl_ext.kernels.host_loops import digest_piece

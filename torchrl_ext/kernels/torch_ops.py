@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import ROW, SEED, Diff, Kernels, Landed, Piece, Words, Writes, linear_keys
+from torchrl_ext.kernels.base import ROW, SEED, Kernels, Landed, Piece, Words, Writes, linear_keys
 
 __all__ = ["TorchKernels"]
 
@@ -73,11 +73,6 @@ def _words(total: Tensor) -> Words:
 @final
 class TorchKernels(Kernels):
     """Kernels made of torch's operators, for any device."""
-
-    def diff(self, old: Tensor, new: Tensor) -> Diff:
-        where = (old != new).nonzero().flatten()
-        places = where.to(torch.int32) if old.numel() < 2**31 else where
-        return Diff(places, old.index_select(0, where), new.index_select(0, where))
 
     def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
         total = torch.zeros(2, dtype=torch.int64, device=positions.device)
