@@ -50,18 +50,6 @@ def test_a_package_that_is_not_here_is_named_with_where_it_can_come_from(tmp_pat
             starts()
 
 
-@pytest.mark.parametrize(
-    ("text", "given"), [("enable_scale_out: bool = False", True), ("enable_other: bool", False), (None, True)]
-)
-def test_a_vllm_is_told_to_have_its_routes_for_tokens_where_it_knows_the_option(tmp_path, text, given):
-    if text is not None:
-        sources = tmp_path / "lib/python3.11/site-packages/vllm/entrypoints/openai"
-        sources.mkdir(parents=True)
-        (sources / "cli_args.py").write_text(text)
-    command = VLLMSpec(tmp_path, python=tmp_path / "bin" / "python").command(1)
-    assert ("--enable-scale-out" in command) is given
-
-
 def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
     picked = usable_port(0)
     assert len({free_port() for _ in range(500)} | {picked}) == 501  # none is given twice
