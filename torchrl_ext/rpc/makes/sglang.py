@@ -155,12 +155,14 @@ class SGLangPort(HTTPPort):
 
     def state(self, *, fit: bool = False) -> EngineState:
         answer = self._fitness(self._say)
-        # only the server's main process knows of a pause of mode "abort"
-        ready = self.http.call("GET", "/ready")
-        if ready.status != 503:
-            ready.checked()
+        paused = bool(answer.get("paused"))
+        if not (fit or paused):  # only the server's main process knows of a pause of mode "abort"
+            ready = self.http.call("GET", "/ready")
+            paused = ready.status == 503
+            if not paused:
+                ready.checked()
         return EngineState(
-            paused=bool(answer.get("paused")) or ready.status == 503,
+            paused=paused,
             asleep=named_tags(answer.get("asleep")),
             empty=bool(answer.get("empty")),
             whole=answer.get("whole"),
