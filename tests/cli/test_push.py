@@ -137,17 +137,6 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_files_in_a_bucket_are_removed_unless_they_are_to_stay(keep, engines, start, monkeypatch, capsys):
-    """An engine of another process does not see a bucket in this one's memory, so that the push itself fails."""
-    root = f"memory://{uuid.uuid4().hex}/root"
-    files = ["--keep-files"] if keep else []
-    told = pushed(capsys, start, engines[:1], "--transport", "delta", "--root", root, *files, status=3)
-    assert told["error"]
-    left = open_store(root).list()
-    assert [bool(open_store(f"{root}/{name}").list()) for name in left] == ([True] if keep else [])
-
-
 def test_engines_elsewhere_need_a_root(start, capsys):
     away = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["disk", "delta"]}
     from tests.cli.test_doctor import GONE
@@ -198,3 +187,11 @@ def test_a_person_gets_a_row_per_engine(engines, start, capsys):
     out, err = capsys.readouterr()
     assert all(engine.url in out for engine in engines) and "serving" in out and "proved: in place" in out
     assert "2 engine(s) by disk" in err
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_files_under_a_url_are_removed_unless_they_are_to_stay(keep, s3, start, other, capsys):
+    root, files = f"s3://bucket/{uuid.uuid4().hex}", ["--keep-files"] if keep else []
+    with EmbeddedServer(start, threads=1) as engine:
+        assert pushed(capsys, other, [engine], "--transport", "delta", "--root", root, *files)["pushed"]
+    assert bool(open_store(root).list()) == keep

@@ -38,7 +38,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.versions import reader
+from torchrl_ext.versions.reader import ChainReader
 
 Scheme = tx.TransportWeightSyncScheme
 
@@ -176,8 +176,8 @@ class Stateful(Tied):
 
 @pytest.mark.parametrize("transport", ["collective", "delta", "disk"])
 def test_a_policy_without_storage_gets_it_with_ties_and_extra_state_and_keeps_no_copies(transport, monkeypatch):
-    copied, copy = [], reader.host_copy
-    monkeypatch.setattr(reader, "host_copy", lambda tensor, folder: copied.append(tensor) or copy(tensor, folder))
+    readers, retain = [], ChainReader.retain
+    monkeypatch.setattr(ChainReader, "retain", lambda self, which: readers.append(self) or retain(self, which))
     trained, bare, scheme = Stateful(), Stateful(), Scheme(transport, verify=True)
     TensorDict.from_module(bare).data.to("meta").apply(nn.Parameter, filter_empty=False).to_module(bare)
     assert bare.a.weight.is_meta
@@ -191,7 +191,7 @@ def test_a_policy_without_storage_gets_it_with_ties_and_extra_state_and_keeps_no
                 trained.a.weight.mul_(3)
             trained.seen = torch.tensor([-float(version)])
             scheme.send()
-    assert all(len(tensor) == 1 for tensor in copied)  # of extra state, which comes whole
+    assert all(len(tensor) == 1 for one in readers for tensor in one.mirror.values())  # of extra state, come whole
 
 
 def test_a_buffer_without_storage_that_does_not_come_is_named(recwarn):

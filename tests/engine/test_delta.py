@@ -80,8 +80,7 @@ def test_with_the_engines_checkpoint_as_base_the_first_version_is_a_delta_alread
 )
 def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(served, tmp_path, encoding):
     pid, model = served.server.pid, served.model(3)
-    settings = {"encoding": encoding, **({"local_dir": tmp_path / "local"} if encoding == "ulp" else {})}
-    with sending("delta", tmp_path / "root", served, settings=settings) as sender:
+    with sending("delta", tmp_path / "root", served, settings={"encoding": encoding}) as sender:
         served.assert_serves(model, sender.update_weights(model))
         for seed, density in ((4, 0.01), (5, 0.01), (6, 1.0), (7, 0.01)):
             model = nudged(model, density, seed) if density < 1 else served.model(seed)

@@ -1,6 +1,5 @@
 """What every engine does that follows a trainer: one suite over each make."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
 
@@ -152,17 +151,6 @@ def test_a_cached_prefix_is_used_again_where_it_is_to_be_kept_and_else_never(ser
     with sending("disk", tmp_path / "dropped", served) as sender:
         sender.update_weights(new)
         assert served.generate(24, prompt)["token_ids"] == greedy(new, prompt, 24)
-
-
-def test_full_versions_are_copied_to_the_host_and_loaded_from_there(served, tmp_path):
-    copies = {"local_dir": tmp_path / "copy"}
-    with sending("disk", tmp_path / "updates", served, settings=copies) as sender:
-        for seed in (75, 76):
-            model = tiny_model(seed)
-            report = sender.update_weights(model)
-            served.assert_serves(model, report)
-            state = json.loads((tmp_path / "copy" / ".weight_sync" / "state.json").read_bytes())
-            assert int(state["version"]) == report.version
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

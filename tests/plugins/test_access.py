@@ -175,14 +175,6 @@ def test_a_refused_root_is_named_without_its_password():
     assert "ftp://host/x" in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_a_directory_for_local_copies_is_made_only_in_one_that_is_there(tmp_path):
-    admit(str(tmp_path / "new"), made=True)
-    with pytest.raises(ConfigError, match="a new one in a directory"):
-        admit(str(tmp_path / "far" / "new"), made=True)
-    with pytest.raises(ConfigError, match="an absolute path"):
-        admit("new", made=True)
-
-
 def asked(http, **question):
     answer = http.post("/init_weight_transfer_engine", json={"init_info": Inspect(**question).to_json()})
     assert answer.status_code == 200, answer.text
@@ -311,7 +303,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     group = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "backend": "gloo", "room": "r"}
     offers = [
         {"transport": "disk", **shared},
-        {"transport": "delta", **shared, "base": str(tmp_path), "needs_base": True, "local_dir": str(tmp_path / "x")},
+        {"transport": "delta", **shared, "base": str(tmp_path), "needs_base": True},
         {"transport": "ipc", "address": "x", "session": "y", "timeout_s": 0.05},
         {"transport": "collective", **group, "bucket_bytes": 1000, "timeout_s": 0.05, "rank_offset": 1},
     ]

@@ -20,6 +20,7 @@ from torchrl_ext.stores.table import Segment, Stream
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions import payloads
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.digests import PositionDigest
@@ -31,7 +32,6 @@ WORKERS = 8
 class Counting(LocalStore):
     """A directory that counts the bytes of payloads that are read, and reads nothing beside them."""
 
-    gap_bytes = 0
     read = 0
 
     def ranges(self, key, spans):
@@ -131,21 +131,21 @@ def followed(root, dim, **options):
 
 def test_a_worker_reads_the_blocks_in_which_its_rows_are(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
-    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    monkeypatch.setattr(payloads, "_GAP_BYTES", 0)
     delta, read = followed(tmp_path, 0)
     total, largest = sum(delta.files.values()), int(delta.blocks["nbytes"].max())
     assert all(0 < nbytes <= total / WORKERS + len(delta.params) * largest for nbytes in read) and sum(read) >= total
 
 
 def test_a_worker_that_holds_columns_reads_all_and_lands_what_is_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    monkeypatch.setattr(payloads, "_GAP_BYTES", 0)
     delta, read = followed(tmp_path, 1)
     assert read == [sum(delta.files.values())] * WORKERS
 
 
 def test_a_damaged_block_is_named_by_the_workers_that_read_it_and_harms_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
-    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    monkeypatch.setattr(payloads, "_GAP_BYTES", 0)
     trainer, own = DeltaTransport(tmp_path, encoding="ulp", keyframe_every=0), weights()
     trainer.send_weights("policy", own)
     first, last = (Worker(tmp_path, 0, number) for number in (0, WORKERS - 1))

@@ -46,7 +46,6 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     files: Any = None
     checksum: str | None = None
     seen_at: str | None = None
-    local_dir: str | None = None
     by_shard: bool | None = None
     channel: str | None = None
     make: str | None = None

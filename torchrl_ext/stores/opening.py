@@ -24,7 +24,7 @@ If it is not set, an engine opens any absolute directory, and any URL of a remot
 _STORES = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 
 
-def admit(root: Any, *, made: bool = False) -> str:
+def admit(root: Any) -> str:
     """Return where a root in a message is, if this engine may open it; the caller opens it there and nowhere else.
 
     A client that can send messages to an engine may not read every location that the engine can reach. Links are
@@ -32,7 +32,6 @@ def admit(root: Any, *, made: bool = False) -> str:
 
     Args:
         root: a directory, ``file://`` and a directory, or another URL.
-        made: the root is a directory, which is created if it is missing.
 
     Returns:
         The absolute path of the directory, without links; or the URL.
@@ -50,11 +49,9 @@ def admit(root: Any, *, made: bool = False) -> str:
         named = [name.strip() for name in listed.split(",") if name.strip()]
         allowed = any(_below(place, _place(name)) for name in named)
         expected = f"a root below {', '.join(named)}" if named else f"none, as {ROOTS_VARIABLE} is set but empty"
-    elif separator:
-        allowed, expected = scheme in _STORES, f"a directory, or a URL that begins with one of {', '.join(_STORES)}"
     else:
-        allowed = not made or Path(place).parent.is_dir()
-        expected = "a directory, or the name of a new one in a directory"
+        allowed = not separator or scheme in _STORES
+        expected = f"a directory, or a URL that begins with one of {', '.join(_STORES)}"
     if not allowed:
         raise ConfigError(
             f"this engine does not open {_without_password(root)}",

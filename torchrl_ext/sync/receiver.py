@@ -181,9 +181,9 @@ class WeightReceiver:
             ConfigError: the offer names a path that this engine may not open.
         """
         offer = dict(message.offer)
-        for name in ("root", "base", "local_dir"):
+        for name in ("root", "base"):
             if offer.get(name) is not None:
-                offer[name] = admit(offer[name], made=name == "local_dir")
+                offer[name] = admit(offer[name])
         self._require_loader().check(message.params)
         return offer
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
@@ -25,7 +22,7 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["ChainReader", "host_copy"]
+__all__ = ["ChainReader"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -39,7 +36,6 @@ class ChainReader:
         chain: the versions.
         open_full: opens a full version for reading.
         base: checkpoint directory that is version 0, if there is one.
-        copies: directory for host copies, as in `host_copy`.
 
     Attributes:
         held: what this worker holds; None before the first version, or where that is not known.
@@ -53,9 +49,8 @@ class ChainReader:
         chain: Chain,
         open_full: OpenFull,
         base: str | None = None,
-        copies: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.chain, self._open_full, self._copies = chain, open_full, copies
+        self.chain, self._open_full = chain, open_full
         self._base: OpenBase | None = None if base is None else partial(CheckpointSource, base)
         self.held: Held | None = None
         self.mirror: dict[str, Tensor] = {}
@@ -160,7 +155,7 @@ class ChainReader:
             elif not self._is_base(own):
                 return  # another library's deltas do not name their base: all is read anew
             pairs = self._base() if mirrored else ()
-            self.mirror = {name: host_copy(tensor, self._copies) for name, tensor in pairs if name in mirrored}
+            self.mirror = {name: tensor.to("cpu", copy=True) for name, tensor in pairs if name in mirrored}
             self.held, self._params = (origin.base_run_id, 0), _by_name(params)
 
     def _is_base(self, own: Mapping[str, str]) -> bool:
@@ -288,7 +283,7 @@ class ChainReader:
             self.held, mirror = None, {}
             for name, tensor in self._from_start(route, into):
                 if self._retained(name):
-                    mirror[name] = host_copy(tensor, self._copies)
+                    mirror[name] = tensor.to("cpu", copy=True)
                 yield name, tensor
             self.mirror = mirror
             self.held, self._params = route.reached, _by_name(route.params)
@@ -374,34 +369,3 @@ class ChainReader:
 
 def _by_name(params: tuple[ParamMeta, ...]) -> dict[str, ParamMeta]:
     return {meta.name: meta for meta in params}
-
-
-def host_copy(tensor: Tensor, folder: str | os.PathLike[str] | None = None) -> Tensor:
-    """Return a host copy of a tensor of any dtype, in memory or in a file that goes with the copy.
-
-    A file loses its name as soon as it is mapped: the filesystem takes it back when the last process that maps it ends,
-    however it ends, so that nothing is left behind and nothing old is ever read.
-
-    Args:
-        tensor: what to copy.
-        folder: a directory on a local disk for the copy, made where there is none; None keeps it in memory.
-
-    Raises:
-        StoreError: the directory cannot be written to, or has no room.
-    """
-    if folder is None or not tensor.nbytes:
-        return tensor.to("cpu", copy=True)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".torchrl-ext-") as file:
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk says so here, and not by a signal
-            raw = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-    except OSError as error:
-        raise StoreError(
-            f"{folder} cannot take a copy of {tensor.nbytes} bytes: {error}",
-            state="the engine still serves its previous weights",
-            hint="set local_dir to a directory on a local disk with room for the model, or leave it out",
-        ) from error
-    copied = raw.view(tensor.dtype).view(tensor.shape)
-    copied.copy_(tensor)
-    return copied

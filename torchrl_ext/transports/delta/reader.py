@@ -42,14 +42,12 @@ class Offer(Wire, frozen=True, kw_only=True):
         needs_base: deltas are decoded with all old bytes, of which workers keep a copy then.
         codec: the encoding; None where it is not known, of versions that another program publishes.
         base: the checkpoint on which the first version is a delta.
-        local_dir: for the copies of parameters that cannot be patched.
         group: the offer of the collective transport that broadcasts them.
     """
 
     needs_base: bool = False
     codec: Info | None = None
     base: str | None = None
-    local_dir: str | None = None
     group: Info | None = None
     root: str | None = None
     probe: str = ""
@@ -64,7 +62,6 @@ class DeltaReader(WorkerEnd, Mailbox):
     Args:
         store: holds the versions; in memory where a group brings them.
         base: the checkpoint that the worker holds already.
-        local_dir: directory for copies.
         group: brings the versions.
         copies: names the tensors of which whole copies are kept.
         slices: the blocks that are read of changes, by name.
@@ -74,7 +71,6 @@ class DeltaReader(WorkerEnd, Mailbox):
         self,
         store: Store,
         base: str | None,
-        local_dir: str | None,
         *,
         group: CollectiveWorker | None = None,
         copies: Callable[[str], bool] = lambda name: False,
@@ -84,7 +80,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         self._chain = Chain(store, view=view_of(store, base, settles=True))
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
         opener = self._broadcast.full.open if self._broadcast is not None else lambda *of: PublishedVersion(store, *of)
-        self._reader = ChainReader(self._chain, opener, base, local_dir)
+        self._reader = ChainReader(self._chain, opener, base)
         self._reader.want(slices or {})
         self._reader.retain(copies)
         self._opened: OpenRoute | None = None
@@ -108,7 +104,6 @@ class DeltaReader(WorkerEnd, Mailbox):
         made = cls(
             store,
             offer.base,
-            offer.local_dir,
             group=group,
             copies=lambda name: offer.needs_base or here.copies(name),
             slices=here.slices,

@@ -61,8 +61,6 @@ class DeltaTransport(StandaloneTransport):
         files: as in `DiskTransport`, for keyframes.
         checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
             ``"blake3"``, ``"adler32"`` or ``"sha256"``.
-        local_dir: directory on each engine's host, for copies of the parameters that cannot be patched in place
-            (quantised, packed); readers without a control layer keep copies of all. None keeps them in memory.
         by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
             (`WeightSource.shards`), and writes its own files of a version; workers read the files that they need.
             Requires carrier ``"disk"`` and one of this library's own encodings.
@@ -103,7 +101,6 @@ class DeltaTransport(StandaloneTransport):
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         checksum: str = "xxh3-128",
-        local_dir: str | os.PathLike[str] | None = None,
         by_shard: bool = False,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -147,7 +144,6 @@ class DeltaTransport(StandaloneTransport):
         self.root = self._store.url
         self._shared = SharedRoot(self._store, run_id)
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
-        self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._chain = Chain(self._store, run_id, view=view_of(self._store, self._base, settles=True))
         self._own = OwnBlocks() if by_shard else None
 
@@ -202,7 +198,6 @@ class DeltaTransport(StandaloneTransport):
             needs_base=self._codec.whole_base,
             codec=self._codec.to_json(),
             base=self._base,
-            local_dir=self._local_dir,
             group=opening.info if self._group is not None else None,
             **(self._shared.invite() if self._group is None else {}),
         )
@@ -276,7 +271,6 @@ class DeltaTransport(StandaloneTransport):
         return DeltaReader(
             self._store,
             self._base,
-            self._local_dir,
             group=None if self._group is None else CollectiveWorker(self._group.member),
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
