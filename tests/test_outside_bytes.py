@@ -5,26 +5,22 @@ from __future__ import annotations
 import json
 import random
 
-import numpy as np
 import pytest
 import torch
 import zstandard
 from safetensors.torch import save
 
-from tests.codecs.data import bytes_of, diff
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
 from tests.transports.chains import weights
 from tests.versions.damage import published, signed
 from torchrl_ext.codecs.base import codec_from_json, make_codec
-from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.compat.slime.container import build_payloads, parse_safetensors
-from torchrl_ext.compat.slime.current import DeltaIndex, checksum, parse_index, parse_shard
+from torchrl_ext.codecs.patch import apply_patch, diff
+from torchrl_ext.compat.slime.container import parse_safetensors
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.compat.slime.frames import decompress
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.stores.delta_manifest import DIGEST, DeltaManifest, Placing
+from torchrl_ext.stores.delta_manifest import DeltaManifest
 from torchrl_ext.stores.manifest import read_manifest
-from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta, dtype_from_name
 from torchrl_ext.weights.checkpoint import CheckpointSource, with_dtype
 from torchrl_ext.weights.tensorfile import TensorFile
@@ -95,15 +91,13 @@ def test_words_and_rows():
 
 
 def test_safetensors_files_and_what_lies_in_them(tmp_path, chance):
-    shard = build_payloads({"a": b"12345", "b": b"678"}, {"a": "0", "b": "1"})
-    for data in (save(OLD, {"format": "pt"}), shard):
-        for _ in range(250):
-            bad = worse_file(data, chance)
-            refused_or_right(parse_safetensors, bad, "f")
-            refused_or_right(parse_shard, bad, "f")
-            (tmp_path / "model.safetensors").write_bytes(bad)
-            refused_or_right(read_all, tmp_path / "model.safetensors")
-            refused_or_right(lambda: dict(CheckpointSource(tmp_path)))
+    data = save(OLD, {"format": "pt"})
+    for _ in range(500):
+        bad = worse_file(data, chance)
+        refused_or_right(parse_safetensors, bad, "f")
+        (tmp_path / "model.safetensors").write_bytes(bad)
+        refused_or_right(read_all, tmp_path / "model.safetensors")
+        refused_or_right(lambda: dict(CheckpointSource(tmp_path)))
 
 
 def read_all(path):
@@ -113,14 +107,10 @@ def read_all(path):
 
 
 def test_indexes_and_configs(tmp_path, chance):
-    delta = DeltaIndex(version=7, base_version=6, delta_encoding="xor", weight_map={"w": "model.safetensors"})
     full = {"metadata": {"total_size": 3, "version": "000007"}, "weight_map": dict.fromkeys(OLD, "model.safetensors")}
     (tmp_path / "model.safetensors").write_bytes(save(OLD))
     for _ in range(300):
-        bad = worse_text(json.loads(delta.to_bytes()), chance)
-        refused_or_right(parse_index, bad, "i", right=lambda found: found[0] is None or bool(found[0].to_bytes()))
         bad = worse_text(full, chance)
-        refused_or_right(parse_index, bad, "i")
         (tmp_path / "model.safetensors.index.json").write_bytes(bad)
         refused_or_right(
             lambda: CheckpointSource(tmp_path).params(), right=lambda params: {*params} <= {*METAS.values()}
@@ -150,18 +140,6 @@ def lands(patches):
     return True
 
 
-@pytest.mark.parametrize("name", ["xor", "overwrite"])
-def test_payloads(name, chance):
-    codec = make_codec(name)
-    for key, meta in METAS.items():
-        coded = codec.encode(meta, OLD[key], NEW[key])
-        for _ in range(300):
-            bad = worse_bytes(coded.payload, chance)
-            if chance.random() < 0.7:
-                bad = zstandard.compress(worse_bytes(zstandard.decompress(coded.payload), chance))
-            refused_or_right(codec.decode, bad, meta, OLD[key], right=lambda patch: lands([patch]))
-
-
 @pytest.mark.parametrize("encoding", ["indices", "deltas_zstd"])
 def test_a_flush_file_for_a_tensor_that_nobody_could_hold_takes_no_memory(encoding):
     data = build_flush([diff(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])], encoding, current_version="7")
@@ -170,16 +148,6 @@ def test_a_flush_file_for_a_tensor_that_nobody_could_hold_takes_no_memory(encodi
         for payload in (data, zstandard.compress(bytes(1 << 24)), zstandard.compress(data)):
             with pytest.raises(WeightSyncError, match="the file"):
                 parse_flush(payload, "the file", params)
-
-
-@pytest.mark.parametrize("name", ["xor", "overwrite"])
-def test_a_payload_for_a_tensor_that_nobody_could_hold_takes_no_memory(name):
-    coded = make_codec(name).encode(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])
-    for shape in ((2**31,), (2**40,), (2**31 - 1, 2), (1 << 28,), (2**62, 4)):
-        meta = ParamMeta("a.weight", torch.bfloat16, shape)
-        for payload in (coded.payload, zstandard.compress(bytes(1 << 24)), zstandard.compress(coded.payload)):
-            with pytest.raises(WeightSyncError, match=r"a\.weight"):
-                make_codec(name).decode(payload, meta, OLD["a.weight"])
 
 
 def test_bombs_are_not_unpacked():
@@ -194,8 +162,6 @@ def test_bombs_are_not_unpacked():
         for parse in (
             lambda bomb=bomb: parse_flush(bomb, "f", METAS),
             lambda bomb=bomb: decompress(bomb, 1 << 20, "f"),
-            lambda bomb=bomb: make_codec("xor").decode(bomb, METAS["a.weight"], OLD["a.weight"]),
-            lambda bomb=bomb: make_codec("overwrite").decode(bomb, METAS["a.weight"], OLD["a.weight"]),
         ):
             assert refused_or_right(parse, right=lambda found: False)
 
@@ -212,7 +178,7 @@ def test_a_small_file_with_a_large_header_is_not_parsed(chance):
             parse_flush(bomb, "f", large)
 
 
-@pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd", "xor", "overwrite"])
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
 def test_files_and_manifests_of_deltas_in_other_layouts(encoding, chance):
     """Blocks and their manifests: `tests.versions.damage`."""
     own, refused, number = published(encoding, OLD, NEW), 0, 700
@@ -237,39 +203,3 @@ def worse_file_of(data, chance):
     if data[:4] == zstandard.FRAME_HEADER:
         return zstandard.compress(worse_file(zstandard.decompress(data), chance))
     return worse_file(data, chance) if data[8:9] == b"{" else worse_text(json.loads(data), chance)
-
-
-def right_delta(held):
-    return all(tensor.shape == OLD[key].shape for key, tensor in held.items())
-
-
-@pytest.mark.parametrize("name", ["flushes", "whole"])
-def test_files_of_others(name, chance):
-    if name == "flushes":
-        patches = [diff(METAS["b.weight"], OLD["b.weight"], NEW["b.weight"])]
-        files = {"rank0000_flush000000.safetensors": build_flush(patches, "deltas", current_version="2")}
-        codecs, placed = (), {}
-    else:
-        payload = make_codec("xor").encode(METAS["b.weight"], OLD["b.weight"], NEW["b.weight"]).payload
-        new = np.frombuffer(bytes_of(NEW["b.weight"]), np.uint8)
-        files = {"m.safetensors": build_payloads({"b.weight": payload}, {"b.weight": checksum("xxh3-128", new)})}
-        codecs = (make_codec("xor").to_json(),)
-        placed = {"b.weight": Placing("m.safetensors", "xxh3-128")}
-    manifest = DeltaManifest(
-        version=2,
-        base_version=1,
-        run_id="r",
-        base_run_id="",
-        container=name,
-        codecs=codecs,
-        files={file: len(data) for file, data in files.items()},
-        table=ParamTable.of(METAS.values()),
-        changed=np.array([key in placed for key in METAS], DIGEST),
-        placed=placed,
-    )
-    own = published("ulp", OLD, NEW)
-    assert bytes_of(own.read(manifest, files)["b.weight"]) == bytes_of(NEW["b.weight"])
-    ((file, data),) = files.items()
-    for _ in range(700):
-        bad = {file: worse_file(data, chance)}
-        refused_or_right(own.read, manifest, bad, right=right_delta)

@@ -23,7 +23,7 @@ from torchrl_ext.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["Make", "Makes", "Registry", "containers", "encodings", "engines", "transports"]
+__all__ = ["Make", "Makes", "Registry", "encodings", "engines", "transports"]
 
 
 class Registry:
@@ -245,24 +245,8 @@ encodings = Registry(
         "context": ("codecs.blocks:context", "the same, sorted by the exponent of the base; the tight one"),
         "bitmap": ("codecs.blocks:bitmap", "a bit for each unit, and the new ones; the one at the speed of memory"),
         "auto": ("codecs.blocks:auto", "ulp, or bitmap where that block is shorter"),
-        "indices": ("compat.slime.encodings:indices", "int32 positions and values (slime's first format)"),
-        "deltas": ("compat.slime.encodings:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
-        "deltas_zstd": (
-            "compat.slime.encodings:deltas_zstd",
-            "deltas, the whole file in zstd (slime's first format)",
-        ),
-        "xor": ("compat.slime.encodings:XorCodec", "new ^ old in zstd (slime's current format)"),
-        "overwrite": (
-            "compat.slime.encodings:OverwriteCodec",
-            "byte positions and bytes in zstd (slime's current format)",
-        ),
-    },
-)
-
-containers = Registry(
-    "container",
-    {
-        "flushes": ("compat.slime.containers:Flushes", "files of slime's first format"),
-        "whole": ("compat.slime.containers:Whole", "files of slime's current format"),
+        "indices": ("compat.slime.flushes:indices", "int32 positions and values (slime's first format)"),
+        "deltas": ("compat.slime.flushes:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
+        "deltas_zstd": ("compat.slime.flushes:deltas_zstd", "deltas, the whole file in zstd (slime's first format)"),
     },
 )

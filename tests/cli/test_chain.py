@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import torchrl_ext as tx
-from tests.compat.test_slime_chains import renumber, settle, write_slime
 from tests.models import tiny_model
-from tests.transports.chains import checkpoint, folder, published, step, weights
+from tests.transports.chains import checkpoint, folder, step, weights
 from torchrl_ext.cli.main import main
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.testing import same_bits
@@ -71,23 +70,15 @@ def test_verify_recomputes_and_names_what_is_damaged(root, capsys):
 class TestOnACheckpoint:
     """Two deltas on a checkpoint, a full version, and a delta on that."""
 
-    @pytest.fixture(params=["ours", "slime"])
-    def based(self, request, tmp_path):
+    @pytest.fixture
+    def based(self, tmp_path):
         own, root = weights(), tmp_path / "root"
         base = checkpoint(tmp_path / "base", own)
-        if request.param == "ours":
-            trainer = tx.make_transport("delta", root=root, base=base, keyframe_every=3, keep_files=True)
-            for version in range(1, 5):
-                step(own, version)
-                trainer.send_weights("policy", own)
-            trainer.shutdown()
-            return root, base
-        for version in (1, 2, 4):
-            old = {name: tensor.clone() for name, tensor in own.items()}
+        trainer = tx.make_transport("delta", root=root, base=base, keyframe_every=3, keep_files=True)
+        for version in range(1, 5):
             step(own, version)
-            write_slime(folder(root, version), version, old, own, "xor", "xxh3-128")
-            if version == 2:
-                checkpoint(folder(root, 3), own)
+            trainer.send_weights("policy", own)
+        trainer.shutdown()
         return root, base
 
     def test_verify_checks_everything_with_the_base_and_calls_nothing_damaged_without(self, based, capsys):
@@ -120,17 +111,6 @@ class TestOnACheckpoint:
             sizes = {path: path.stat().st_size for path in folder(root, version).rglob("*") if path.is_file()}
             payload = sum(size for path, size in sizes.items() if path.suffix in (".bin", ".safetensors"))
             assert 0 < payload <= row["bytes"] + row["keyframe_bytes"] <= sum(sizes.values())
-
-    def test_the_latest_is_what_a_reader_that_polls_would_take(self, tmp_path, capsys):
-        published(tmp_path / "made", 3, encoding="deltas", keyframe_every=0)
-        root, base = tmp_path / "root", checkpoint(tmp_path / "base", weights())
-        for version in (1, 2):
-            renumber(folder(tmp_path / "made", version + 1), folder(root, version), version)
-        settle(root, 2, at_s=2**32)
-        assert asked(capsys, "ls", root, "--base", base)["latest"] == 1
-        settle(root, 2)
-        assert asked(capsys, "ls", root, "--base", base)["latest"] == 2
-        assert "--base" in asked(capsys, "ls", root, status=2)["error"]
 
 
 def test_gc_keeps_what_the_newest_keyframes_need(root, capsys):
@@ -171,10 +151,3 @@ def test_a_materialized_model_loads_with_from_pretrained(tmp_path, capsys):
     asked(capsys, "materialize", tmp_path / "root", 2, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert same_bits(loaded.model.embed_tokens.weight.detach(), model.model.embed_tokens.weight.detach())
-
-
-def test_a_full_version_of_slime_is_materialized_with_the_files_beside_it(tmp_path, capsys):
-    checkpoint(folder(tmp_path / "root", 1), weights())
-    (folder(tmp_path / "root", 1) / "config.json").write_bytes(b"{}")
-    asked(capsys, "materialize", tmp_path / "root", 1, tmp_path / "out")
-    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"

@@ -13,7 +13,7 @@ from torchrl_ext.cli.main import main
 from torchrl_ext.errors import StoreError, UpdateError
 from torchrl_ext.rpc import discovery
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.versions.others import Reader
+from torchrl_ext.versions.roots import Reader
 
 ACTIONS = [["chain", name] for name in ("ls", "verify", "gc", "materialize")]
 ACTIONS += [["bench", name] for name in ("transport", "delta")]

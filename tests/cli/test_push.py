@@ -96,8 +96,8 @@ def test_a_delta_carries_what_changed_against_what_the_engines_run(fresh, start,
     told = pushed(capsys, step, [fresh], "--transport", "delta")["report"]
     assert 0 < told["density"] < 1e-4 and told["bytes"] < told["model_bytes"] / 50
     assert holds(fresh, step) and told["encoding"] == "ulp"
-    told = pushed(capsys, second, [fresh], "--transport", "delta", "--base", step, "--encoding", "xor")["report"]
-    assert told["density"] < 1e-4 and holds(fresh, second) and told["encoding"] == "xor"
+    told = pushed(capsys, second, [fresh], "--transport", "delta", "--base", step, "--encoding", "deltas")["report"]
+    assert told["density"] < 1e-4 and holds(fresh, second) and told["encoding"] == "deltas"
 
 
 def test_a_delta_against_something_else_is_refused_while_the_engine_serves(fresh, start, other, capsys):

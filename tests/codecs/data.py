@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import SparsePatch, index_dtype, same
 from torchrl_ext.codecs.token_loops import steps_between
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.types import ParamMeta, dtype_name
@@ -73,10 +72,3 @@ def pairs(dtype: torch.dtype, sizes: tuple[int, ...] = (0, 1, 63, 64, 4097, 20_0
         cluster = torch.zeros(count, dtype=torch.bool)
         cluster[count // 3 : count // 3 + 300] = True
         yield meta, old, small_steps(old, cluster, generator)
-
-
-def diff(meta, old, new):
-    """What changed between two tensors, byte for byte."""
-    before, after = same(meta, old, new)
-    where = np.flatnonzero(before != after).astype(index_dtype(after.size), copy=False)
-    return SparsePatch(meta, where, after[where])

@@ -53,7 +53,6 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"update_weight_disk_keep_files": True}, "writes no files"),
         ({"update_weight_transport": "disk", "update_weight_disk_dir": "s3://bucket/a"}, "object store"),
         ({"update_weight_encoding": "morse"}, "deltas_zstd"),
-        ({"update_weight_delta_checksum": "crc"}, "'adler32'"),
         ({"update_weights_interval": 0}, "update_weights_interval is 0"),
         ({"update_weight_buffer_size": "7"}, "update_weight_buffer_size is '7'"),
         ({"release_train": True}, "release_train"),
@@ -79,7 +78,7 @@ def test_what_cannot_work_is_refused_with_the_reason(options, reason):
 
 
 DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "/s"}
-DELTA = {"encoding": "auto", "checksum": "xxh3-128"}
+DELTA = {"encoding": "auto"}
 FILES = {"root": "/s", "keep_files": False}
 
 
@@ -100,12 +99,12 @@ FILES = {"root": "/s", "keep_files": False}
         (  # slime's names
             {
                 "update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_delta_dir": "/s",
-                "update_weight_delta_encoding": "xor", "update_weight_delta_checksum": "adler32",
+                "update_weight_delta_encoding": "deltas_zstd",
                 "update_weight_delta_keep_files": True, "update_weight_buffer_size": 1 << 20,
             },
             "delta",
             {
-                "encoding": "xor", "root": "/s", "keep_files": True, "checksum": "adler32",
+                "encoding": "deltas_zstd", "root": "/s", "keep_files": True,
                 "shard_bytes": 1 << 20,
             },
         ),
@@ -130,7 +129,7 @@ def test_a_transport_is_made_with_every_encoding_and_with_further_settings_of_it
 @pytest.mark.parametrize(
     ("own", "other", "default", "value"),
     [
-        ("update_weight_encoding", "update_weight_delta_encoding", "auto", "xor"),
+        ("update_weight_encoding", "update_weight_delta_encoding", "auto", "deltas"),
         ("update_weight_disk_keep_files", "update_weight_delta_keep_files", False, True),
         ("update_weight_disk_dir", "update_weight_delta_dir", "/s", "/t"),
         ("vllm_router_port", "sglang_router_port", 1, 2),

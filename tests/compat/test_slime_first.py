@@ -8,10 +8,11 @@ import torch
 import zstandard
 from safetensors.torch import load
 
-from tests.codecs.data import diff
-from torchrl_ext.codecs.patch import SparsePatch
+from tests.transports.chains import folder, published, rewrite, trainer_at
+from torchrl_ext.codecs.patch import SparsePatch, diff
 from torchrl_ext.compat.slime.first import build_flush, flush_buckets, flush_name, parse_flush
-from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.testing import WAIT_S
 from torchrl_ext.types import ParamMeta
 
 A = ParamMeta("a.weight", torch.bfloat16, (300, 300))
@@ -159,3 +160,11 @@ def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
     with pytest.raises(IntegrityError, match=why) as caught:
         parse_flush(tampered(change), "weight_v000007/rank0000_flush000000", {"a.weight": A, "b.weight": B})
     assert "rank0000_flush000000" in str(caught.value)
+
+
+@pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "morse"}]], ids=str)
+def test_a_manifest_that_names_no_encoding_of_its_files_is_refused(tmp_path, codecs):
+    published(tmp_path, 2, encoding="deltas", keyframe_every=0)
+    rewrite(folder(tmp_path, 2) / "manifest.json", lambda document: document.update(codecs=codecs))
+    with pytest.raises(ManifestError, match=r"does not describe a codec|unknown encoding|weight_v000002 is coded as"):
+        trainer_at(tmp_path).receive_weights(WAIT_S)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import DTYPES, diff, random_bits, steps_of
+from tests.codecs.data import DTYPES, random_bits, steps_of
 from tests.lagging import DEVICE, Lagging
 from tests.landing.changes import Listed
-from torchrl_ext.codecs.patch import SparsePatch, StepPatch
+from torchrl_ext.codecs.patch import SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import units
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError

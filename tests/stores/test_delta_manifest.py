@@ -209,7 +209,7 @@ def test_bytes_that_are_no_manifest_are_refused_by_name(content):
         ({"streams": [[[0, [0, 0], None]]]}, "both or none"),
         ({"streams": [[[0]]]}, "covers"),
         ({"streams": [[[0], [0], [1], [2], [3], [4]]]}, "covers"),
-        ({"placed": {"nobody": ["d.bin", ""]}}, "'nobody'"),
+        ({"placed": {"nobody": "d.bin"}}, "'nobody'"),
         ({"params": [["a", "float32", [1]], ["a", "float32", [1]]]}, "listed twice"),
     ],
 )

@@ -127,7 +127,7 @@ REFUSED = {
     ],
     "delta": [
         {"encoding": "deltaz"},
-        {"by_shard": True, "encoding": "xor"},
+        {"by_shard": True, "encoding": "deltas"},
         {"by_shard": True, "encoding": "deltas"},
         {"by_shard": True, "carrier": "collective"},
     ],

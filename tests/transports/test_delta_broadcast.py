@@ -35,7 +35,7 @@ def weights(value=0.0):
 
 
 def member(port, rank, size, **settings):
-    settings = {"encoding": "xor", "timeout_s": WAIT_S, **settings}
+    settings = {"encoding": "deltas_zstd", "timeout_s": WAIT_S, **settings}
     return tx.DeltaTransport(carrier="collective", master_port=port, rank=rank, world_size=size, **settings)
 
 
@@ -59,7 +59,9 @@ def exchange(trainer, *workers, value):
 
 def sends_without_files():
     policy, served = (nn.Linear(1000, 1000) for _ in range(2))
-    sender = tx.WeightSender(tx.make_transport("delta", carrier="collective", encoding="xor"), InProcessEngine(served))
+    sender = tx.WeightSender(
+        tx.make_transport("delta", carrier="collective", encoding="deltas"), InProcessEngine(served)
+    )
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # a file as large as the model fits nowhere
     for step in range(3):

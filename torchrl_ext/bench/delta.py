@@ -40,7 +40,7 @@ from torchrl_ext.weights.source import MappingSource
 __all__ = ["DENSITIES", "coded", "copies_of", "measure", "measure_encode", "measure_sizes"]
 
 DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
-ENCODINGS = ("ulp", "context", "auto", "xor", "overwrite")
+ENCODINGS = ("ulp", "context", "auto", "deltas_zstd")
 KINDS = ("ulp", "context", "bitmap")
 """Kinds of blocks whose speed is measured."""
 

@@ -134,7 +134,7 @@ class Watch:
 
     def _root(self, root: str) -> dict[str, Any]:
         from torchrl_ext.stores import open_store
-        from torchrl_ext.versions.others import Reader
+        from torchrl_ext.versions.roots import Reader
 
         try:
             reader = Reader(open_store(root), None)

@@ -12,7 +12,7 @@ from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Patch", "SparsePatch", "StepPatch", "apply_patch", "index_dtype", "same"]
+__all__ = ["Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "index_dtype", "same"]
 
 
 def index_dtype(count: int) -> np.dtype[Any]:
@@ -86,6 +86,17 @@ class StepPatch(_Places):
 
 
 Patch = SparsePatch | StepPatch
+
+
+def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
+    """Return what changed between two tensors of one dtype and shape, byte for byte.
+
+    Raises:
+        ManifestError: they do not have ``meta``'s dtype and shape.
+    """
+    before, after = same(meta, old, new)
+    where = np.flatnonzero(before != after).astype(index_dtype(after.size), copy=False)
+    return SparsePatch(meta, where, after[where])
 
 
 def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded
+from torchrl_ext.codecs.patch import SparsePatch, diff
 from torchrl_ext.devices import recorded, settle, wait_for
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["decode_tensors", "encode_tensors", "worker_threads"]
+__all__ = ["decode_tensors", "differences", "worker_threads"]
 
 _MOST_SPARE = 4  # several workers of an engine share a host
 _MOST_AT_ONCE = 8  # threads that code whole tensors, each of which takes a few times the memory of one
@@ -36,37 +36,30 @@ def worker_threads(*, beside_model: bool = False) -> int:
     return max(1, min(_MOST_SPARE, cores - torch.get_num_threads())) if beside_model else cores
 
 
-def encode_tensors(
-    pairs: Iterable[tuple[str, Tensor, Tensor]], codec: Codec, *, threads: int | None = None, follow: bool = False
-) -> Iterator[Encoded]:
-    """Code the change of many tensors as another library does.
+def differences(pairs: Iterable[tuple[str, Tensor, Tensor]], *, threads: int | None = None) -> Iterator[SparsePatch]:
+    """Yield what changed in each of many tensors, in order; each new tensor is copied into the old one by then.
 
     Args:
         pairs: ``(name, old, new)``, consumed by the caller's thread, a few ahead of what is yielded; both tensors stay
             as they are until their result was yielded.
-        codec: the encoding.
         threads: worker threads; by default one per core, and not more than 8.
-        follow: copy each new tensor into the old one, at the latest when its result is yielded.
-
-    Yields:
-        One result per pair, in order; an empty payload where nothing changed.
 
     Raises:
         ManifestError: old and new do not agree; names the tensor.
     """
 
-    def begun(name: str, old: Tensor, new: Tensor) -> Callable[[], Encoded]:
+    def begun(name: str, old: Tensor, new: Tensor) -> Callable[[], SparsePatch]:
         made = recorded((old.device, new.device))
 
-        def coded() -> Encoded:
+        def found() -> SparsePatch:
             wait_for(made)
-            found = codec.encode(ParamMeta.of(name, new), old, new)
-            if follow and found.changed:
+            patch = diff(ParamMeta.of(name, new), old, new)
+            if patch.changed:
                 old.copy_(new)
                 settle((old.device, new.device))  # the caller reads the one, and may free the other
-            return found
+            return patch
 
-        return coded
+        return found
 
     threads = min(_MOST_AT_ONCE, worker_threads()) if threads is None else threads
     yield from decode_tensors((begun(*pair) for pair in pairs), threads=threads)

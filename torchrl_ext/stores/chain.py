@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
-from torchrl_ext.stores.versions import NAME, ChainView, Held, Version, read_version, version_name
+from torchrl_ext.stores.versions import NAME, Held, Version, read_version, version_name
 from torchrl_ext.types import label_number
 
 __all__ = ["Chain", "Route"]
@@ -59,17 +59,15 @@ class Chain:
     Args:
         store: where the versions are; one writer at a time.
         run_id: names the run of the writer.
-        view: reads versions that have no manifest of ours.
 
     Attributes:
         known: the versions that were read, by number. Clear it to read them again, where another run may have replaced
             them.
     """
 
-    def __init__(self, store: Store, run_id: str = "", *, view: ChainView | None = None) -> None:
+    def __init__(self, store: Store, run_id: str = "") -> None:
         self.store, self.run_id = store, run_id
         self.known: dict[int, Version] = {}
-        self.view = view
         self._keyframes: dict[int, bool] = {}
         self._published, self._seen = 0, ""
         self._told = False
@@ -92,7 +90,7 @@ class Chain:
         return max([self._published, self._pointed()[1], *self.numbers()])
 
     def latest(self) -> int:
-        """Return the number of the newest published version, also of another library; 0 before the first.
+        """Return the number of the newest published version; 0 before the first.
 
         Raises:
             IntegrityError: the pointer holds something else.
@@ -105,8 +103,6 @@ class Chain:
         while number and (newer := self._newer(number)):
             with suppress(FileNotFoundError):  # removed meanwhile: a newer one is there
                 return read_version(self.store, newer).run_id, newer
-        if not number and self.view is not None:
-            return "", self.view.latest()
         return run, number
 
     def own(self) -> bool:
@@ -188,12 +184,7 @@ class Chain:
             IntegrityError: its manifest is damaged, or says that it is another version.
         """
         if number not in self.known:
-            try:
-                self.known[number] = read_version(self.store, number)
-            except FileNotFoundError:
-                if self.view is None:
-                    raise
-                self.view.read(number, self.known)
+            self.known[number] = read_version(self.store, number)
         return self.known[number]
 
     # how to get to one
@@ -236,7 +227,7 @@ class Chain:
                 if best is not None:  # what lies below the keyframe need not be right
                     break
                 raise
-            if deltas and deltas[-1][1].base_run_id not in ("", version.run_id):
+            if deltas and deltas[-1][1].base_run_id != version.run_id:
                 if best is not None:
                     break
                 raise IntegrityError(

@@ -19,7 +19,7 @@ import zstandard
 from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, described, dtype_name
 
-__all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "DeltaManifest", "Placing"]
+__all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "DeltaManifest"]
 
 DIGEST = np.dtype("<u8")
 """Of the columns of digests, shape (parameters, 2)."""
@@ -47,13 +47,6 @@ END = b',"content":"%s"}'
 """How the text of a manifest ends: with the xxh3-128 of all before."""
 
 
-class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where another library's container holds the change of a parameter: its file, and the checksum of the payload."""
-
-    file: Text
-    checksum: Text = ""
-
-
 class _Head(Wire, frozen=True, kw_only=True):
     """The manifest as JSON; `bytes` are base64 there."""
 
@@ -72,7 +65,7 @@ class _Head(Wire, frozen=True, kw_only=True):
     digests: bytes
     base_digests: bytes = b""
     blocks: bytes = b""
-    placed: dict[str, Placing] = msgspec.field(default_factory=dict)
+    placed: dict[str, Text] = msgspec.field(default_factory=dict)
 
 
 _ALIKE = "version", "base_version", "run_id", "base_run_id", "container", "codecs", "files"
@@ -92,17 +85,16 @@ class DeltaManifest:
         version: the version that it leads to.
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
-        base_run_id: the one that published the base; "" where another library wrote the delta, which does not say.
+        base_run_id: the one that published the base; made of the digests of a checkpoint, where that is version 0.
         container: how payloads are laid out in files (`torchrl_ext.versions.containers`).
         codecs: JSON of every codec used.
         files: size in bytes of every file beside the manifest.
         table: the parameters, changed or not, and the streams.
         changed: uint64, shape (parameters,): units that changed.
-        digests: uint64, shape (parameters, 2): of every tensor *after* this delta; no rows where another library wrote
-            it, which has none.
+        digests: uint64, shape (parameters, 2): of every tensor *after* this delta.
         base_digests: the same *before* it, where the base is version 0, a checkpoint; else no rows.
-        blocks: of dtype `BLOCK`: what changed; none where a container of another library holds it.
-        placed: where that container holds what changed, by parameter.
+        blocks: of dtype `BLOCK`: what changed; none in another container.
+        placed: the file in which such a container holds what changed, by parameter.
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.delta"
@@ -117,10 +109,10 @@ class DeltaManifest:
     files: Mapping[str, int]
     table: ParamTable
     changed: np.ndarray
-    digests: np.ndarray = field(default_factory=lambda: np.empty((0, 2), DIGEST))
+    digests: np.ndarray
     base_digests: np.ndarray = field(default_factory=lambda: np.empty((0, 2), DIGEST))
     blocks: np.ndarray = field(default_factory=lambda: np.empty(0, BLOCK))
-    placed: Mapping[str, Placing] = field(default_factory=dict)
+    placed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def params(self) -> tuple[ParamMeta, ...]:
@@ -138,7 +130,7 @@ class DeltaManifest:
 
     @cached_property
     def hex_digests(self) -> dict[str, str]:
-        """The digest of each tensor after this delta, as 32 hex digits, by name; empty where there are none."""
+        """The digest of each tensor after this delta, as 32 hex digits, by name."""
         return self._by_name(self.digests)
 
     @cached_property
@@ -210,11 +202,11 @@ class DeltaManifest:
             raise ValueError("a codec has no name")
         if self.changed.size != len(self.params):
             raise ValueError(f"{self.changed.size} counts of {len(self.params)} parameters")
-        if self.container == BLOCKS and len(self.digests) != len(self.params):
+        if len(self.digests) != len(self.params):
             raise ValueError(f"it has {len(self.digests)} digests of {len(self.params)} parameters")
         for name, one in self.placed.items():
-            if name not in self.table.number or (one.file and one.file not in self.files):
-                raise ValueError(f"{name!r} lies in {one.file!r}, and one of them is not listed")
+            if name not in self.table.number or one not in self.files:
+                raise ValueError(f"{name!r} lies in {one!r}, and one of them is not listed")
         if not rows.size:
             return
         bounds = ("stream", sizes.size), ("file", lengths.size), ("codec", len(self.codecs))

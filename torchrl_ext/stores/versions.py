@@ -1,19 +1,17 @@
-"""One version in a store: its name, its manifests, and the contract of a view of another library's versions."""
+"""One version in a store: its name and its manifests."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
 from torchrl_ext.types import VERSIONS, ParamMeta
 
-__all__ = ["BESIDE", "NAME", "ChainView", "Held", "Version", "read_version", "version_name", "version_number"]
+__all__ = ["BESIDE", "NAME", "Held", "Version", "read_version", "version_name", "version_number"]
 
 BESIDE = "delta"
 """The folder of a keyframe that holds its delta."""
@@ -67,7 +65,7 @@ class Version:
 
 
 def read_version(store: Store, number: int) -> Version:
-    """Return a version that this library wrote, from its manifests.
+    """Return a version, from its manifests.
 
     Raises:
         FileNotFoundError: there is no such version (any more).
@@ -93,39 +91,3 @@ def read_version(store: Store, number: int) -> Version:
         full = found
     params = found.params if isinstance(found, DeltaManifest) else tuple(map(attrgetter("meta"), found.params))
     return Version(run_id=found.run_id, params=params, full=full, delta=delta, folder=folder if delta else "")
-
-
-class ChainView(Protocol):
-    """The versions that another library wrote into a root, which have no manifest of ours.
-
-    Methods raise FileNotFoundError for a version that is absent or still being written, and IntegrityError for one that
-    is damaged or was left unfinished.
-    """
-
-    def latest(self) -> int:
-        """Return the number of the newest complete version; 0 before the first."""
-
-    def read(self, number: int, known: dict[int, Version]) -> None:
-        """Add a version to ``known``, and the versions that it leads back to and that are not in it yet.
-
-        Raises:
-            ConfigError: the versions lead back to a base checkpoint, and none was given.
-        """
-
-    def replaced(self, number: int, run_id: str) -> bool:
-        """Return whether another complete version than the one that was read as ``run_id`` has the number now."""
-
-    def is_part(self, name: str) -> bool:
-        """Return whether a version may come in several calls, each with some files of names such as ``name``."""
-
-    def expect(self, number: int, files: Collection[str] | None, held: Held | None) -> bool:
-        """Take these files for all that there is of a version.
-
-        Args:
-            number: the version.
-            files: their names; None ends this.
-            held: the version that the reader holds.
-
-        Returns:
-            Whether other files of the version landed before, so that these are values that go on top.
-        """

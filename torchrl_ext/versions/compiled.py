@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, make_codec
+from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, WeightSyncError
@@ -23,6 +23,7 @@ from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.containers import FileEncoding
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.source import MappingSource
@@ -36,7 +37,7 @@ _APART = (50, 2, 1)  # elements from one that changes to the next, in each versi
 _SMALL, _LARGE = 4096, (1 << 17) + 64  # one that is copied beside others, and one that is scanned where it lies
 
 
-def compile_loops(codec: Codec | BlockEncoding, params: Iterable[ParamMeta]) -> None:
+def compile_loops(codec: FileEncoding | BlockEncoding, params: Iterable[ParamMeta]) -> None:
     """Compile or load the loops that updates of a model need, which takes seconds where nothing is in numba's cache.
 
     Args:
@@ -62,7 +63,7 @@ def _compile(encoding: str, width: int) -> None:
         _publish_and_land(make_codec("bitmap"), width, (_SMALL,))
 
 
-def _publish_and_land(codec: Codec | BlockEncoding, width: int, counts: Iterable[int]) -> None:
+def _publish_and_land(codec: FileEncoding | BlockEncoding, width: int, counts: Iterable[int]) -> None:
     """Publish, read and land versions of small tensors."""
     tensors: dict[str, Tensor] = {
         str(count): torch.arange(count).to(BITS[width]).view(_DTYPES[width]) for count in counts

@@ -1,40 +1,37 @@
-"""A delta that is being written: its blocks in files, or another library's files, and the manifest last."""
+"""A delta that is being written: its blocks or whole parameters in files, and the manifest last."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.blocks import BlockEncoding
-from torchrl_ext.codecs.patch import Patch
+from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.streams import Found
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.registry import containers
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest, Placing
+from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import position_digest
 
 __all__ = [
     "BlockFiles",
     "Coded",
-    "Container",
-    "Decode",
+    "FileEncoding",
     "Files",
-    "OtherDelta",
     "code",
     "damaged",
     "write_blocks",
-    "write_other",
+    "write_files",
 ]
 
 FILE_BYTES = 64 << 20
@@ -42,9 +39,6 @@ FILE_BYTES = 64 << 20
 
 Files = Mapping[str, memoryview]
 """The content of every payload file of a delta, by name."""
-
-Decode = Callable[[Tensor | None], Patch]
-"""Decodes the change of one parameter; takes the old tensor where the codec needs one."""
 
 
 class Coded(NamedTuple):
@@ -145,83 +139,82 @@ class BlockFiles:
         return rows[np.lexsort((rows["start"], rows["stream"]))]
 
 
-class OtherDelta(NamedTuple):
-    """A delta that is written in another library's layout.
+class FileEncoding(ABC):
+    """An encoding of whole parameters, many of which lie in each file.
 
     Attributes:
-        version, base_version: their numbers.
-        encoding: its name.
-        tensors: the new tensors, by name, of the parameters whose change was iterated.
-        checksum: of new tensors, where the layout has one: ``"xxh3-128"``, ``"blake3"``, ``"adler32"`` or ``"sha256"``.
+        name: of the encoding.
     """
 
-    version: int
-    base_version: int
-    encoding: str
-    tensors: Mapping[str, Tensor]
-    checksum: str = "xxh3-128"
+    container: ClassVar[str] = "flushes"
+    whole_base: ClassVar[bool] = False
 
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-class Container(ABC):
-    """Another library's layout of a delta's files, which writes and reads them."""
+    def to_json(self) -> Info:
+        """Return ``{"name": ...}``, from which `torchrl_ext.codecs.base.codec_from_json` makes it again."""
+        return {"name": self.name}
 
     @abstractmethod
-    def files(self, delta: OtherDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, Mapping[str, str]]]:
-        """Yield the name of each file of a delta, its content, and the checksum of each changed parameter's payload.
-
-        A checksum is "" where the file has one of its own.
+    def files(self, version: int, patches: Iterable[SparsePatch]) -> Iterator[tuple[str, bytes, list[str]]]:
+        """Yield the name of each file of a delta, its content, and the parameters that it changes.
 
         Args:
-            delta: what is written.
-            changes: of every parameter, in order.
+            version: to which the delta leads.
+            patches: the change of every parameter, in order.
+
+        Raises:
+            ConfigError: the files cannot carry a parameter; names it.
         """
 
     @abstractmethod
-    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
-        """Return for each changed parameter a call that decodes it.
+    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, SparsePatch]:
+        """Return the change of each parameter that changes, by name.
 
         Args:
-            manifest: of the delta; without digests where the other library wrote the delta, too.
+            manifest: of the delta.
             files: what it consists of.
             where: the folder, for messages.
 
         Raises:
             IntegrityError: a file is not what the manifest says; names it and a tensor in it.
-            ManifestError: an encoding that is not known here.
         """
 
 
-def write_other(
-    delta: DeltaManifest, other: OtherDelta, codec: Codec, changes: Iterable[Encoded], draft: Draft, prefix: str
+def write_files(
+    delta: DeltaManifest,
+    encoding: FileEncoding,
+    patches: Iterable[SparsePatch],
+    tensors: Mapping[str, Tensor],
+    draft: Draft,
+    prefix: str,
 ) -> DeltaManifest:
-    """Write another library's files as changes come, and the manifest last; return the manifest.
+    """Write the files of an encoding as changes come, and the manifest last; return the manifest.
 
     Args:
         delta: with the digests before the change; its table is of whole parameters.
-        other: the same, as the layout's writer takes it.
-        codec: the encoding.
-        changes: of every parameter, in order.
+        encoding: lays them out.
+        patches: the change of every parameter, in order.
+        tensors: the new tensors, by name, of the parameters whose patch was iterated.
         draft: where files are written.
         prefix: of their names there.
     """
-    sizes, placed = dict[str, int](), dict[str, Placing]()
+    sizes, placed = dict[str, int](), dict[str, str]()
     changed, digests = np.zeros(len(delta.params), DIGEST), delta.digests.copy()
 
-    def noted() -> Iterator[Encoded]:
-        for change in changes:
-            if change.changed:
-                name = change.meta.name
-                number = delta.table.number[name]
-                changed[number] = change.changed
-                digests[number] = position_digest(other.tensors[name])
-            yield change
+    def noted() -> Iterator[SparsePatch]:
+        for patch in patches:
+            if patch.changed:
+                number = delta.table.number[patch.meta.name]
+                changed[number], digests[number] = patch.changed, position_digest(tensors[patch.meta.name])
+            yield patch
 
-    container: Container = containers.make(delta.container)
-    for file, data, checksums in container.files(other, noted()):
+    for file, data, names in encoding.files(delta.version, noted()):
         draft.write(prefix + file, data)
         sizes[file] = len(data)
-        placed |= {name: Placing(file, checksum) for name, checksum in checksums.items()}
-    made = replace(delta, codecs=(codec.to_json(),), files=sizes, changed=changed, digests=digests, placed=placed)
+        placed |= dict.fromkeys(names, file)
+    made = replace(delta, codecs=(encoding.to_json(),), files=sizes, changed=changed, digests=digests, placed=placed)
     draft.write(prefix + MANIFEST, made.to_bytes())
     return made
 

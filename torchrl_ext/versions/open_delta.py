@@ -7,17 +7,14 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.codecs.blocks import KINDS, BlockCodec
-from torchrl_ext.codecs.patch import StepPatch
+from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
 from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.containers import Decode
+from torchrl_ext.types import Info
 from torchrl_ext.versions.payloads import Payloads
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -72,15 +69,15 @@ class OpenDelta:
         return found
 
     @classmethod
-    def of_tensors(cls, where: str, manifest: DeltaManifest, decoders: Mapping[str, Decode]) -> OpenDelta:
-        """Return the delta of another library's container, which decodes the change of each parameter."""
+    def of_patches(cls, where: str, manifest: DeltaManifest, patches: Mapping[str, SparsePatch]) -> OpenDelta:
+        """Return the delta of which the change of each parameter is read."""
         found = cls(where, manifest, ParamTable.of(manifest.params))
-        for name, decode in decoders.items():
-            ((stream, segment),) = found.table.places[number := found.table.number[name]]
-            found.changed[number] = True  # of files without a manifest of ours this is known only now
+        for name, patch in patches.items():
+            ((stream, segment),) = found.table.places[found.table.number[name]]
             first, end = found.table.streams[stream].first[segment : segment + 2].tolist()
             within = Range(stream, first, end - first)
-            found.changes[within] = partial(_of_parameter, found.table, within, found.table.params[number], decode)
+            change = StreamPatch(found.table, *within, patch.indices, patch.values, False)
+            found.changes[within] = partial(_as_read, change)
         return found
 
     def names(self, within: Range) -> Iterator[str]:
@@ -102,8 +99,7 @@ class OpenDelta:
 
 def needs_old(manifest: DeltaManifest) -> bool:
     """Return whether something in a delta is decoded with the old units of its range."""
-    read = _kind if manifest.container == BLOCKS else codec_from_json
-    return any(read(info).whole_base for info in manifest.codecs)
+    return manifest.container == BLOCKS and any(_kind(info).whole_base for info in manifest.codecs)
 
 
 def _kind(info: Info) -> BlockCodec:
@@ -132,9 +128,5 @@ def _of_block(
     return codec.decode(payload(), table, *within, old if codec.whole_base else None)
 
 
-def _of_parameter(
-    table: ParamTable, within: Range, meta: ParamMeta, decode: Decode, old: np.ndarray | None
-) -> StreamPatch:
-    base = None if old is None else torch.from_numpy(old.view(np.uint8)).view(meta.dtype).reshape(meta.shape)
-    patch = decode(base)
-    return StreamPatch(table, *within, patch.indices, patch.values, isinstance(patch, StepPatch))
+def _as_read(change: StreamPatch, old: np.ndarray | None) -> StreamPatch:
+    return change

@@ -13,18 +13,18 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.pipeline import decode_tensors, worker_threads
 from torchrl_ext.codecs.streams import StreamPatch, fold
 from torchrl_ext.codecs.units import units
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.registry import containers
 from torchrl_ext.stores.chain import Chain, Route
 from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import Container
+from torchrl_ext.versions.containers import FileEncoding
 from torchrl_ext.versions.open_delta import OpenDelta, Range, Wanted, needs_old
 from torchrl_ext.versions.payloads import Payloads, incomplete
 from torchrl_ext.weights.digests import position_digest
@@ -121,17 +121,17 @@ class OpenRoute:
 
         Raises:
             FileNotFoundError: it was collected.
-            IntegrityError, ManifestError: as `torchrl_ext.versions.containers.Container.read`.
+            IntegrityError, ManifestError: as `torchrl_ext.versions.containers.FileEncoding.read`.
         """
         where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
         if manifest.container == BLOCKS:
             return OpenDelta.of_blocks(self._payloads, folder, manifest, wanted)
-        if manifest.container not in containers.names():
+        encoding = codec_from_json(next(iter(manifest.codecs), {}))
+        if not isinstance(encoding, FileEncoding) or encoding.container != manifest.container:
             raise ManifestError(
-                f"{where} has an unknown layout: there is no container {manifest.container!r}",
-                expected=f"one of {', '.join((BLOCKS, *containers.names()))}",
+                f"{where} is coded as {encoding.name!r}, and laid out as {manifest.container!r}",
+                expected=f"an encoding of that layout, or {BLOCKS!r}",
             )
-        container: Container = containers.make(manifest.container)
         try:
             for name in manifest.files:
                 files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
@@ -143,7 +143,7 @@ class OpenRoute:
             self._whole_bytes += size
             if len(files[name]) != size:
                 raise incomplete(where, name, manifest, len(files[name]))
-        return OpenDelta.of_tensors(where, manifest, container.read(manifest, files, where))
+        return OpenDelta.of_patches(where, manifest, encoding.read(manifest, files, where))
 
     def _other_layout(self) -> OpenDelta | None:
         """Return a delta whose ranges are not those of the first one; None for deltas of other models, too."""
@@ -212,7 +212,7 @@ class OpenRoute:
             except IntegrityError as error:
                 name = next(delta.names(within), "")
                 placed = delta.manifest.placed.get(name)
-                where = delta.where if placed is None else f"{delta.where}/{placed.file}"
+                where = delta.where if placed is None else f"{delta.where}/{placed}"
                 raise IntegrityError(
                     f"tensor {name!r} in {where} cannot be used: {error.what}",
                     expected=error.expected,
@@ -344,14 +344,14 @@ def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> N
 
     Args:
         digests: digests of what it holds, by name; of some of its tensors.
-        delta: the first delta, which names those of its base, unless another library wrote it.
+        delta: the first delta, which names those of its base.
         where: its folder, for messages.
 
     Raises:
         IntegrityError: it holds something else; names the first tensor.
     """
     known = delta.hex_base_digests
-    for name, found in digests.items() if known else ():
+    for name, found in digests.items():
         if found != known.get(name):
             raise IntegrityError(
                 f"tensor {name!r} of the base checkpoint is not the one on which {where} was taken",

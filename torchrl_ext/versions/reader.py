@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import partial
 
@@ -14,12 +14,11 @@ from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
-from torchrl_ext.stores.versions import Held, Version, version_name
+from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.open_delta import Wanted
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["ChainReader"]
@@ -59,42 +58,7 @@ class ChainReader:
         self._staged: OpenRoute | None = None  # of the changes that were returned last
         self._retained: Callable[[str], bool] = lambda name: False
         self._slices: Mapping[str, tuple[Block, ...]] = {}
-        self._again = 0
         self.read_bytes = 0
-
-    def expect(self, version: int, files: Sequence[str] | None, label: str | None) -> None:
-        """Take note of how ``version`` comes; see `torchrl_ext.transports.base.WorkerEnd.stage`.
-
-        Where ``label`` is the number before, what is held has it too: versions that change nothing may leave no folder.
-
-        Args:
-            version: its number.
-            files: of one part; None for all of it.
-            label: what the weights in service are called.
-
-        Raises:
-            FileNotFoundError: one of the files is not there.
-        """
-        if files:
-            self._catch_up()
-        view = self.chain.view
-        self._again = version if view is not None and view.expect(version, files, self.held) else 0
-        if files and self.held is not None and self.held[1] < version - 1 and label == str(version - 1):
-            self.held = self.held[0], version - 1
-
-    def remember(self, target: int) -> Held | None:
-        """Return where the way to ``target`` begins; a version that is held, and gone from the chain, is known to it.
-
-        The parts of a version are values and may land on one another, so each begins at the version before.
-        """
-        held = self.held
-        if held is None or not self._params:
-            return held
-        if held[1] == target == self._again:
-            held = "", target - 1
-        if held[1] and (held != self.held or not self.chain.store.list(version_name(held[1]))):
-            self.chain.known[held[1]] = Version(run_id=held[0], params=tuple(self._params.values()))
-        return held
 
     def want(self, slices: Mapping[str, tuple[Block, ...]]) -> None:
         """Read no more of changes than what meets these blocks, by name; names that are left out are read whole."""
@@ -141,28 +105,17 @@ class ChainReader:
             base = None
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
-            if base is None or not base.digests.size:
-                continue  # another library's deltas have no digests
-            if has(base.hex_digests):
+            if base is not None and has(base.hex_digests):
                 self.held, self._params = (base.run_id, base.version), _by_name(params)
                 if mirrored:  # copies are made of the base, and follow
                     for _ in self.tensors(self._open(base.version, None), {}):
                         pass
                 return
         if based and self._base is not None:
-            if origin.base_digests.size:
-                same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
-            elif not self._is_base(own):
-                return  # another library's deltas do not name their base: all is read anew
+            same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
             pairs = self._base() if mirrored else ()
             self.mirror = {name: tensor.to("cpu", copy=True) for name, tensor in pairs if name in mirrored}
             self.held, self._params = (origin.base_run_id, 0), _by_name(params)
-
-    def _is_base(self, own: Mapping[str, str]) -> bool:
-        """Return whether tensors with these digests are those of the base checkpoint."""
-        assert self._base is not None
-        pairs = ((own[name], tensor) for name, tensor in self._base() if name in own)
-        return all(found == position_digest(tensor).hex() for found, tensor in pairs)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
@@ -182,9 +135,6 @@ class ChainReader:
             return newest if newest != received else 0
         if run not in ("", self.held[0]):
             return newest
-        with suppress(FileNotFoundError):  # removed meanwhile: another one is coming
-            if self.chain.view is not None and self.chain.view.replaced(newest, self.held[0]):
-                return newest
         return 0
 
     def open(self, target: int) -> OpenRoute:
@@ -195,10 +145,6 @@ class ChainReader:
             IntegrityError: no route leads there, or something on it is damaged; names the file.
             ManifestError: a delta on it belongs to another model.
         """
-        if self._again == target:
-            raise IntegrityError(
-                f"a part of version {target} has no version to build on", hint="publish a full version"
-            )
         self._catch_up()
         if self.held is not None and self._params and self._params.keys() <= self.mirror.keys():
             return self._open(target, self.held)
@@ -211,7 +157,7 @@ class ChainReader:
         self._close_staged()
         if self.held is None:
             return None
-        route = self._open(target, self.remember(target), self._blocks)
+        route = self._open(target, self.held, self._blocks)
         if route.held is None:
             route.close()
             return None
@@ -246,7 +192,6 @@ class ChainReader:
                 self.chain.known.clear()
                 if not last:
                     raise
-                self.remember(target)
         if held is not None and opened.base is not None:  # what is held was replaced under its number
             self.held, self.mirror = None, {}
         own = self._params

@@ -14,9 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.blocks import BlockEncoding
-from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
+from torchrl_ext.codecs.pipeline import differences, worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.kernels.base import flat_bits, linear_keys, unsigned
@@ -28,7 +27,7 @@ from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.stores.table import ParamTable, unit_bytes
 from torchrl_ext.stores.versions import BESIDE, Held
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import BlockFiles, Coded, OtherDelta, code, write_blocks, write_other
+from torchrl_ext.versions.containers import BlockFiles, Coded, FileEncoding, code, write_blocks, write_files
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import digest_of, position_digest
 from torchrl_ext.weights.source import WeightSource, checked
@@ -323,12 +322,11 @@ class Copies(Baseline):
 
     Args:
         codec: the encoding of deltas.
-        checksum: of new tensors, in another library's files.
     """
 
-    def __init__(self, codec: Codec | BlockEncoding, checksum: str = "xxh3-128") -> None:
+    def __init__(self, codec: FileEncoding | BlockEncoding) -> None:
         super().__init__()
-        self._codec, self._checksum = codec, checksum
+        self._codec = codec
         self._copies: FlatCopies | None = None
         self._taken: WeightSource | None = None
 
@@ -372,10 +370,9 @@ class Copies(Baseline):
     def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
         pairs = self._pairs(source)
-        if isinstance(self._codec, Codec):
-            numbers = delta.version, delta.base_version
-            other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
-            return write_other(delta, other, self._codec, self._changes(pairs, self._codec), draft, prefix)
+        if isinstance(self._codec, FileEncoding):
+            beside = ((name, self.tensors[name], tensor) for name, tensor in pairs)
+            return write_files(delta, self._codec, differences(beside), self.tensors, draft, prefix)
         blocks = self._blocks(pairs, self._codec)
         return write_blocks(delta, BlockFiles(self.table), blocks, draft, prefix)
 
@@ -391,10 +388,6 @@ class Copies(Baseline):
         olds = [] if self._copies is None else self._copies.bits
         then = partial(code, self.table, codec)
         return find(self.table, olds, placed(), then, threads=worker_threads(), follow=True)
-
-    def _changes(self, pairs: Pairs, codec: Codec) -> Iterator[Encoded]:
-        beside = ((name, self.tensors[name], tensor) for name, tensor in pairs)
-        return encode_tensors(beside, codec, follow=True)
 
     def _pairs(self, source: WeightSource) -> Pairs:
         """Return a pass over the tensors that may have changed."""

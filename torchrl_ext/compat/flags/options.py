@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrl_ext.compat.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
 
@@ -72,13 +71,9 @@ class WeightUpdateConfig:
     )
     update_weight_encoding: str = _option(
         None,
-        "encoding of deltas: auto (default), ulp, context, bitmap, or slime's indices, deltas, deltas_zstd, "
-        "xor, overwrite",
+        "encoding of deltas: auto (default), ulp, context, bitmap, or slime's indices, deltas, deltas_zstd",
     )
     update_weight_delta_encoding: str | None = _also("update_weight_encoding", " (slime's later one)")
-    update_weight_delta_checksum: str = _option(
-        CHECKSUMS[0], "checksum of tensors in the files of encodings xor and overwrite", choices=CHECKSUMS
-    )
     update_weight_buffer_size: int | None = _option(
         None, "maximum bytes of tensors in a bucket of a process group, or in a file of a full version"
     )
@@ -241,7 +236,7 @@ class WeightUpdateConfig:
             name = "ipc" if self.colocate else "collective"
         if delta:
             name = "delta"
-            settings |= {"encoding": encoding, "checksum": self.update_weight_delta_checksum}
+            settings["encoding"] = encoding
         chosen = TransportConfig(name, {name: value for name, value in settings.items() if value is not None})
         return _broadcast_to(engines, chosen) if name == "collective" else chosen
 

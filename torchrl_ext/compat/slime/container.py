@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.tensorfile import HEADER_DAMAGE, parse_header
 
-__all__ = ["Buffer", "build_payloads", "parse_safetensors"]
+__all__ = ["Buffer", "parse_safetensors"]
 
 Buffer = bytes | bytearray | memoryview
 
 _LARGEST_HEADER = 100_000_000  # the reference reader's limit
-
-
-def build_payloads(payloads: Mapping[str, Buffer], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the bytes of a file that holds each payload as one tensor of bytes (U8), by name; the same for the same.
-
-    The reference writer lays tensors out alike, but writes metadata in any order.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for name in sorted(payloads):
-        size = memoryview(payloads[name]).nbytes
-        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join((len(text).to_bytes(8, "little"), text, *(payloads[name] for name in sorted(payloads))))
 
 
 def parse_safetensors(

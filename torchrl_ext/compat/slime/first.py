@@ -62,7 +62,7 @@ def check_dtype(meta: ParamMeta) -> None:
         ConfigError: it cannot.
     """
     if meta.dtype not in FORMAT_NAMES:
-        raise ConfigError(f"{meta} has a dtype that safetensors cannot name", hint="use 'ulp', 'context' or 'xor'")
+        raise ConfigError(f"{meta} has a dtype that safetensors cannot name", hint="use 'ulp' or 'context'")
 
 
 def flush_buckets(

@@ -25,7 +25,6 @@ from torchrl_ext.types import Info, Wire
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.compiled import compile_loops
 from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -40,7 +39,7 @@ class Offer(Wire, frozen=True, kw_only=True):
 
     Attributes:
         needs_base: deltas are decoded with all old bytes, of which workers keep a copy then.
-        codec: the encoding; None where it is not known, of versions that another program publishes.
+        codec: the encoding; None where it is not known, of a root that a caller names.
         base: the checkpoint on which the first version is a delta.
         group: the offer of the collective transport that broadcasts them.
     """
@@ -77,7 +76,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         slices: Mapping[str, tuple[Block, ...]] | None = None,
     ) -> None:
         self._store = store
-        self._chain = Chain(store, view=view_of(store, base, settles=True))
+        self._chain = Chain(store)
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
         opener = self._broadcast.full.open if self._broadcast is not None else lambda *of: PublishedVersion(store, *of)
         self._reader = ChainReader(self._chain, opener, base)
@@ -164,7 +163,6 @@ class DeltaReader(WorkerEnd, Mailbox):
         missing: FileNotFoundError | None = None
         within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
         self._chain.known.clear()
-        self._reader.remember(version)
         for _ in self._looks(within):
             try:
                 self._chain.version(version)

@@ -30,7 +30,6 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.compiled import compile_loops
-from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.writer import Baseline, ChainWriter, Copies, WritesFull
@@ -59,8 +58,6 @@ class DeltaTransport(StandaloneTransport):
             are removed.
         shard_bytes: largest total size of the tensors in one file of a keyframe, in bytes.
         files: as in `DiskTransport`, for keyframes.
-        checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
-            ``"blake3"``, ``"adler32"`` or ``"sha256"``.
         by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
             (`WeightSource.shards`), and writes its own files of a version; workers read the files that they need.
             Requires carrier ``"disk"`` and one of this library's own encodings.
@@ -100,7 +97,6 @@ class DeltaTransport(StandaloneTransport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        checksum: str = "xxh3-128",
         by_shard: bool = False,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -144,12 +140,12 @@ class DeltaTransport(StandaloneTransport):
         self.root = self._store.url
         self._shared = SharedRoot(self._store, run_id)
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
-        self._chain = Chain(self._store, run_id, view=view_of(self._store, self._base, settles=True))
+        self._chain = Chain(self._store, run_id)
         self._own = OwnBlocks() if by_shard else None
 
         def baseline() -> Baseline:
             if self._own is None:
-                return Copies(self._codec, checksum)
+                return Copies(self._codec)
             return RankCopies(lambda: self.ranks.session, self._own, self._codec)
 
         self._writer = ChainWriter(

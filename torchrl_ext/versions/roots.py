@@ -1,12 +1,11 @@
-"""Versions whichever library wrote them: `torchrl_ext.compat` is imported on first use."""
+"""Versions under a root, looked at and unpacked one by one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
-from typing import Final, cast, final
+from typing import final
 
 from torch import Tensor
 
@@ -14,32 +13,17 @@ from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.versions import ChainView
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Reader", "Unpacked", "view_of"]
-
-_SLIME: Final = "torchrl_ext.compat.slime"
-
-
-def view_of(store: Store, base: str | None = None, *, settles: bool = False) -> ChainView:
-    """Return the view of versions in ``store`` that another library wrote.
-
-    Args:
-        store: where they are.
-        base: the checkpoint directory that everything began with, if there is one.
-        settles: take the newest version for complete once nothing changes in it, where its format marks no end. That
-            depends on when one looks, so it is not for several workers that have to land the same version.
-    """
-    return cast(ChainView, import_module(f"{_SLIME}.foreign").ForeignVersions(store, base, settles=settles))
+__all__ = ["Reader", "Unpacked"]
 
 
 class Reader:
-    """Reads the versions under a root, whichever library wrote them.
+    """Reads the versions under a root.
 
     Args:
         store: the root.
@@ -48,7 +32,7 @@ class Reader:
 
     def __init__(self, store: Store, base: str | None) -> None:
         self.store, self.base = store, base and os.path.abspath(base)
-        self.chain = Chain(store, view=view_of(store, self.base, settles=True))
+        self.chain = Chain(store)
 
     def follower(self, keep: bool = False) -> ChainReader:
         """Return a reader that holds nothing yet; with ``keep`` it has host copies of what it read last."""
@@ -94,7 +78,7 @@ class Reader:
         """Return the files that make a checkpoint of the weights of a full version, by name."""
         folder = version_name(number)
         names = (name for name in self.store.sizes(folder) if not name.endswith((".safetensors", ".index.json")))
-        return {name: self.store.get(f"{folder}/{name}") for name in names if name not in (MANIFEST, "DONE")}
+        return {name: self.store.get(f"{folder}/{name}") for name in names if name != MANIFEST}
 
     def summary(self, number: int) -> Info:
         """Return kind, base, bytes, encodings, density and run of a version; JSON-safe.
@@ -105,7 +89,6 @@ class Reader:
         version = self.chain.version(number)
         full, delta = version.full, version.delta
         total = sum(meta.numel for meta in version.params)
-        telling = delta if delta is not None and delta.digests.size else None  # another library gives no counts
         return {
             "version": number,
             "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
@@ -113,7 +96,7 @@ class Reader:
             "bytes": sum(delta.files.values()) if delta else 0,
             "keyframe_bytes": sum(full.files.values()) if full else 0,
             "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
-            "density": int(telling.changed.sum()) / max(1, total) if telling else None,
+            "density": int(delta.changed.sum()) / max(1, total) if delta else None,
             "run_id": version.run_id,
         }
 
