@@ -143,12 +143,12 @@ class Pool(EngineClient):
             jobs[url] = job
         wait(jobs.values(), timeout_s)
         for url, job in jobs.items():
-            error = job.exception() if job.done() else DeadlineError("it has not answered yet")
-            if error is None:
+            missed = job.exception() if job.done() else DeadlineError("it has not answered yet")
+            if missed is None:
                 known[url] = job.result()
                 self._meeting.pop(url, None)
             else:
-                self._problems[url] = why(error)
+                self._problems[url] = why(missed)
         for name in self._problems.keys() - told.keys():
             log.warning("%s changes nothing yet, and is tried again before each update: %s", name, self._problems[name])
         before, self.engines = self.engines, tuple(known[url] for url in wanted if url in known)

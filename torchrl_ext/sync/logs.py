@@ -51,11 +51,12 @@ class Logs:
 
     def _as_function(self, given: Log) -> Callable[[SyncReport], object]:
         """Return the function that ``given`` stands for; raises ConfigError as `WeightSender.log_to`."""
-        if callable(getattr(given, "log_scalar", None)):
+        log_scalar: Any = getattr(given, "log_scalar", None)
+        if callable(log_scalar):
 
             def to_logger(report: SyncReport) -> None:
                 for name, value in (report.scalars() | {"sync/failures": float(self._failures)}).items():
-                    given.log_scalar(name, value, step=report.version)
+                    log_scalar(name, value, step=report.version)
 
             return to_logger
         if not callable(given):
