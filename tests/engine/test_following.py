@@ -9,7 +9,6 @@ import torch
 import torchrl_ext as tx
 from tests.engine.served import LONG, assert_spans, at_work, command, sending, until_met
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_model
-from tests.pages import on_servers
 
 pytestmark = pytest.mark.engine
 
@@ -221,12 +220,6 @@ def test_two_engines_of_one_make_or_of_both_follow_one_sender(vllm, request, oth
 @pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
 def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):
     assert_follow([tensor_parallel, vllm], transport, tmp_path)
-
-
-@pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
-def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tensor_parallel, checkpoint):
-    on_servers("migrate", checkpoint, tensor_parallel.url)
-    assert tensor_parallel.says(tiny_model(0))
 
 
 def test_discovery_tells_the_release_and_what_it_follows(served):
