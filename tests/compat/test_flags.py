@@ -53,9 +53,6 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"update_weight_disk_keep_files": True}, "writes no files"),
         ({"update_weight_transport": "disk", "update_weight_disk_dir": "s3://bucket/a"}, "object store"),
         ({"update_weight_encoding": "morse"}, "deltas_zstd"),
-        ({"update_weights_interval": 0}, "update_weights_interval is 0"),
-        ({"update_weight_buffer_size": "7"}, "update_weight_buffer_size is '7'"),
-        ({"release_train": True}, "release_train"),
         ({"rollout_external_engine_addrs": ("h:1",), "vllm_config": "e.yaml"}, "exclude each other"),
         ({"rollout_external_engine_addrs": ("h:1",), "sglang_config": "e.yaml"}, "exclude each other"),
         ({"rollout_external_engine_addrs": "h:1"}, "sequence of host:port"),
@@ -64,12 +61,6 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"vllm_router_ip": "10.0.0.1"}, "vllm_router_port"),
         ({"sglang_router_ip": "10.0.0.1"}, "sglang_router_port"),
         ({"sglang_router_ip": "10.0.0.1", "sglang_router_port": 0}, "router_port is 0"),
-        ({"rollout_num_gpus": 0}, "rollout_num_gpus is 0"),
-        ({"rollout_num_gpus_per_engine": 0}, "per_engine is 0"),
-        ({"prefill_num_servers": 1}, "leave none of None"),
-        ({"prefill_num_servers": 2, "rollout_num_gpus": 2}, "leave none of 2"),
-        ({"prefill_num_servers": 1, "rollout_num_gpus": 2, "vllm_config": "a.yaml"}, "a YAML or addresses"),
-        ({"prefill_num_servers": 1, "rollout_num_gpus": 2, "rollout_external_engine_addrs": ("h:1",)}, "a YAML or"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(options, reason):
@@ -86,7 +77,6 @@ FILES = {"root": "/s", "keep_files": False}
     ("options", "name", "settings"),
     [
         ({}, "collective", {}),
-        ({"update_weight_buffer_size": 7}, "collective", {"bucket_bytes": 7}),
         ({"colocate": True}, "ipc", {}),
         ({"update_weight_transport": "sharded"}, "sharded", {}),
         ({**DISK, "update_weight_disk_keep_files": True}, "disk", {"root": "/s", "keep_files": True}),
@@ -95,18 +85,6 @@ FILES = {"root": "/s", "keep_files": False}
             {"update_weight_mode": "delta", "update_weight_encoding": "indices"},
             "delta",
             DELTA | {"carrier": "collective", "encoding": "indices"},
-        ),
-        (  # slime's names
-            {
-                "update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_delta_dir": "/s",
-                "update_weight_delta_encoding": "deltas_zstd",
-                "update_weight_delta_keep_files": True, "update_weight_buffer_size": 1 << 20,
-            },
-            "delta",
-            {
-                "encoding": "deltas_zstd", "root": "/s", "keep_files": True,
-                "shard_bytes": 1 << 20,
-            },
         ),
     ],
 )  # fmt: skip
@@ -126,24 +104,12 @@ def test_a_transport_is_made_with_every_encoding_and_with_further_settings_of_it
             config.make_transport(colour="red")
 
 
-@pytest.mark.parametrize(
-    ("own", "other", "default", "value"),
-    [
-        ("update_weight_encoding", "update_weight_delta_encoding", "auto", "deltas"),
-        ("update_weight_disk_keep_files", "update_weight_delta_keep_files", False, True),
-        ("update_weight_disk_dir", "update_weight_delta_dir", "/s", "/t"),
-        ("vllm_router_port", "sglang_router_port", 1, 2),
-    ],
-)
-def test_of_two_names_for_an_option_one_is_given_or_both_the_same(own, other, default, value):
-    """A value that is the default counts as given."""
-    rest = {**DISK, "update_weight_mode": "delta", "vllm_router_ip": "h", "vllm_router_port": 1}
-    rest.pop(own, None)
-    for given in ({own: value}, {other: value}, {own: value, other: value}):
-        assert getattr(WeightUpdateConfig(**rest, **given), own) == value
-    for first, second in ((default, value), (value, default)):
-        with pytest.raises(ConfigError, match=f"{own} is {first!r}, and {other} is {second!r}(.|\n)*one of the two"):
-            WeightUpdateConfig(**rest, **{own: first, other: second})
+def test_of_two_names_for_an_option_one_is_given_or_both_the_same():
+    own, other = "vllm_router_port", "sglang_router_port"
+    for given in ({own: 2}, {other: 2}, {own: 2, other: 2}):
+        assert WeightUpdateConfig(vllm_router_ip="h", **given).vllm_router_port == 2
+    with pytest.raises(ConfigError, match=f"{own} is 1, and {other} is 2(.|\n)*one of the two"):
+        WeightUpdateConfig(vllm_router_ip="h", **{own: 1, other: 2})
 
 
 def test_flags_have_the_same_names():
@@ -187,7 +153,7 @@ TWO = f"vllm: [{{name: a, model_path: /nowhere, {GROUP}}}, {{name: b, model_path
     ("yaml", "options", "reason"),
     [
         (None, {}, "name no engine"),
-        ("", {"vllm_config": "a.yaml", "sglang_config": "b.yaml"}, "both kinds, vllm and sglang"),
+        ("", {"vllm_config": "a.yaml", "sglang_config": "b.yaml"}, "both kinds"),
         ("sglang: [{name: a}]", {"vllm_config": None}, "describes engines of kind 'sglang'"),
         (TWO, {"vllm_config": None, "vllm_router_ip": "host", "vllm_router_port": 1}, "a, b each need a router"),
         (ONE, {"vllm_config": None}, "/nowhere"),  # as far as the start
@@ -216,43 +182,11 @@ def planned(topology):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_devices_alone_make_engines_of_one_model_that_follows(owned, kind):
-    config = WeightUpdateConfig(rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
-    make_serving(config, hf_checkpoint="/policy", kind=kind)
-    ((topology, settings),) = owned
-    assert planned(topology) == [("default/regular/0", (0, 1)), ("default/regular/1", (2, 3))]
-    assert topology.kind == kind and settings == {}
-    (model,) = topology.models
-    assert model.update_weights and model.engines[0].model_path == "/policy"
-
-
-def test_prefill_servers_make_two_pools_of_the_devices(owned):
-    config = WeightUpdateConfig(
-        rollout_num_gpus=6, rollout_num_gpus_per_engine=2, prefill_num_servers=1, sglang_router_ip="host",
-        sglang_router_port=7,
-    )  # fmt: skip
-    make_serving(config, hf_checkpoint="/policy", kind="sglang", router={"api_key": "secret"})
-    ((topology, settings),) = owned
-    assert planned(topology) == [
-        ("default/prefill/0", (0, 1)), ("default/decode/0", (2, 3)), ("default/decode/1", (4, 5)),
-    ]  # fmt: skip
-    assert settings == {"router": {"api_key": "secret", "router": "host:7"}}
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_groups_of_either_yaml_have_to_add_up_to_the_devices(tmp_path, owned, kind):
+def test_a_yaml_of_either_kind_plans_the_engines(tmp_path, owned, kind):
     path = tmp_path / "engines.yaml"
-    path.write_text(f"{kind}: [{{name: a, server_groups: [{{worker_type: regular, num_gpus: 4}}]}}]")
-    options = {f"{kind}_config": str(path), "rollout_num_gpus_per_engine": 2}
-    make_serving(WeightUpdateConfig(**options, rollout_num_gpus=4), hf_checkpoint="/policy")
-    assert planned(owned[0][0]) == [("a/regular/0", (0, 1)), ("a/regular/1", (2, 3))] and owned[0][0].kind == kind
-    with pytest.raises(ConfigError, match="4 GPUs in all"):
-        make_serving(WeightUpdateConfig(**options, rollout_num_gpus=6), hf_checkpoint="/policy")
-
-
-def test_updates_are_due_after_every_so_many_rollouts_or_whenever_the_trainer_ends():
-    assert [number for number in range(7) if WeightUpdateConfig(update_weights_interval=3).due(number)] == [2, 5]
-    ends = WeightUpdateConfig(
-        update_weights_interval=3, release_train=True, update_weight_transport="disk", update_weight_disk_dir="/s"
-    )
-    assert all(map(ends.due, range(4)))
+    path.write_text(f"{kind}: [{{name: a, server_groups: [{{worker_type: regular, num_gpus: 2}}]}}]")
+    config = WeightUpdateConfig(**{f"{kind}_config": str(path)}, vllm_router_ip="host", vllm_router_port=7)
+    make_serving(config, hf_checkpoint="/policy", router={"api_key": "secret"})
+    ((topology, settings),) = owned
+    assert planned(topology) == [("a/regular/0", (0,)), ("a/regular/1", (1,))] and topology.kind == kind
+    assert settings == {"router": {"api_key": "secret", "router": "host:7"}}

@@ -25,7 +25,7 @@ def job(request, checkpoint, tmp_path_factory):
     """In the environments of the command line."""
     kind, path = request.param, tmp_path_factory.mktemp("job") / "engines.yaml"
     path.write_text(YAML.format(kind=kind))
-    config = WeightUpdateConfig(**{f"{kind}_config": str(path), "rollout_num_gpus": 1})
+    config = WeightUpdateConfig(**{f"{kind}_config": str(path)})
     settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
     with make_serving(config, hf_checkpoint=checkpoint, **settings) as made:
         yield made

@@ -123,22 +123,13 @@ class Topology:
             ) from None
 
     @classmethod
-    def parse(
-        cls,
-        content: Any,
-        *,
-        hf_checkpoint: str | Path | None = None,
-        num_gpus_per_engine: int = 1,
-        rollout_num_gpus: int | None = None,
-    ) -> Topology:
+    def parse(cls, content: Any, *, hf_checkpoint: str | Path | None = None) -> Topology:
         """Resolve the content of a file into plans.
 
         Args:
             content: ``{"vllm": [model, ...]}``, or another kind of engine that has a server.
             hf_checkpoint: the trainer's initial checkpoint. Models without ``model_path`` use it; a model with
                 ``update_weights: auto`` follows the trainer if its path is this one.
-            num_gpus_per_engine: default for groups and models that do not set it.
-            rollout_num_gpus: if given, the total that the groups' devices must have.
 
         Raises:
             ConfigError: the content cannot work.
@@ -151,16 +142,11 @@ class Topology:
         if len({row.name for row in rows}) < len(rows):
             raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
         devices = itertools.count()
-        models = tuple(_planned(kind, row, hf_checkpoint, num_gpus_per_engine, devices) for row in rows)
-        total = next(devices)
-        if rollout_num_gpus not in (None, total):
-            raise ConfigError(f"the groups have {total} GPUs in all", expected=f"rollout_num_gpus={rollout_num_gpus}")
+        models = tuple(_planned(kind, row, hf_checkpoint, devices) for row in rows)
         return cls(kind=kind, models=models)
 
 
-def _planned(
-    kind: str, row: _Model, hf_checkpoint: str | Path | None, per_engine: int, devices: Iterator[int]
-) -> ModelPlan:
+def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: Iterator[int]) -> ModelPlan:
     """Return a model's plan; its engines get the next ``devices``."""
     name, default = row.name, row.model_path or str(hf_checkpoint or "")
     if row.server_groups is not None and row.engine_groups is not None:
@@ -171,7 +157,7 @@ def _planned(
     for group in row.server_groups or row.engine_groups or []:
         overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
         path = str(overrides.pop("model_path", default))
-        each = group.num_gpus_per_engine or row.num_gpus_per_engine or per_engine
+        each = group.num_gpus_per_engine or row.num_gpus_per_engine or 1
         mine = tuple(itertools.islice(devices, group.num_gpus))
         if len(mine) % each:
             raise ConfigError(f"a group of {name!r} has {len(mine)} GPUs for engines of {each}", expected="a multiple")

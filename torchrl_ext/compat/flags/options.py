@@ -24,7 +24,6 @@ log = logging.getLogger("torchrl_ext")
 
 __all__ = ["TransportConfig", "WeightUpdateConfig"]
 
-_DEFAULTS = {"update_weight_encoding": "auto", "update_weight_disk_keep_files": False}  # for options with two names
 _FLAGS: Mapping[str, dict[str, Any]] = {
     "int": {"type": int}, "float": {"type": float}, "bool": {"action": "store_true"}, "tuple[str, ...]": {"nargs": "+"},
 }  # fmt: skip
@@ -70,32 +69,14 @@ class WeightUpdateConfig:
         choices=("nccl", "disk", "sharded"),
     )
     update_weight_encoding: str = _option(
-        None,
-        "encoding of deltas: auto (default), ulp, context, bitmap, or slime's indices, deltas, deltas_zstd",
-    )
-    update_weight_delta_encoding: str | None = _also("update_weight_encoding", " (slime's later one)")
-    update_weight_buffer_size: int | None = _option(
-        None, "maximum bytes of tensors in a bucket of a process group, or in a file of a full version"
+        "auto", "encoding of deltas: auto, ulp, context, bitmap, or slime's indices, deltas, deltas_zstd"
     )
     update_weight_disk_dir: str | None = _option(
         None, "directory that trainer and engines see under the same path; for deltas also the URL of a bucket"
     )
-    update_weight_disk_keep_files: bool = _option(None, "keep versions that every engine has loaded")
-    update_weight_delta_dir: str | None = _also("update_weight_disk_dir", " (slime's earlier one)")
-    update_weight_delta_keep_files: bool | None = _also("update_weight_disk_keep_files", " (slime's earlier one)")
-    update_weights_interval: int = _option(1, "rollouts per update; config.due(rollout) says whether one is due")
-    release_train: bool = _option(
-        False, "the trainer process ends after each update: every update is due, as a full version on disk"
-    )
+    update_weight_disk_keep_files: bool = _option(False, "keep versions that every engine has loaded")
     rollout_external_engine_addrs: tuple[str, ...] = _option(
         (), "host:port of engines that run already; vLLM and SGLang may be mixed"
-    )
-    rollout_num_gpus: int | None = _option(
-        None, "devices of all engines that the job owns; a YAML is not needed, and its groups must add up to this"
-    )
-    rollout_num_gpus_per_engine: int = _option(1, "devices per engine, unless the YAML says otherwise")
-    prefill_num_servers: int | None = _option(
-        None, "number of engines in a prefill pool, without a YAML; the other devices decode"
     )
     vllm_config: str | None = _option(None, "YAML of vLLM engines that the job owns")
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
@@ -120,9 +101,6 @@ class WeightUpdateConfig:
                 if first not in (None, value):
                     raise ConfigError(f"{other} is {first!r}, and {name} is {value!r}", hint="give one of the two")
                 object.__setattr__(self, other, value)
-        for name, default in _DEFAULTS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
         for refused, why, hint in self._refusals():
             if refused:
                 raise ConfigError(why, hint=hint)
@@ -166,13 +144,7 @@ class WeightUpdateConfig:
             f"full versions are checkpoint directories, and {place!r} is an object store",
             "use update_weight_mode='delta' (its first version is a full one), or a directory",
         )
-        yield (
-            self.release_train and (delta or not disk),
-            "release_train is set: the next trainer process has no earlier weights to build a delta on",
-            "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
-        )
         owned, addresses = bool(self.vllm_config or self.sglang_config), self.rollout_external_engine_addrs
-        gpus, each, prefill = self.rollout_num_gpus, self.rollout_num_gpus_per_engine, self.prefill_num_servers
         yield (
             isinstance(addresses, str),
             f"rollout_external_engine_addrs is the string {addresses!r}",
@@ -187,26 +159,12 @@ class WeightUpdateConfig:
             "external, or belong to this job",
             "keep one of the two",
         )
-        yield (
-            prefill is not None and (owned or bool(urls)),
-            "prefill_num_servers is set, but a YAML or addresses already determine which engines prefill",
-            "leave it out",
-        )
-        yield (
-            prefill is not None and (gpus is None or gpus <= prefill * each),
-            f"{prefill} prefill engines of {each} GPUs leave none of {gpus} for decoding",
-            "raise rollout_num_gpus",
-        )
         server = "vllm" if self.sglang_router_ip is None and self.sglang_router_port is None else "sglang"
         yield (
             (self.vllm_router_ip is None) != (self.vllm_router_port is None),
             f"a router needs {server}_router_ip and {server}_router_port",
             "set both or none",
         )
-
-    def due(self, rollout: int) -> bool:
-        """Return whether engines get the weights after a rollout, counted from 0."""
-        return self.release_train or (rollout + 1) % self.update_weights_interval == 0
 
     def transport_config(self, engines: Sequence[EngineInfo] = ()) -> TransportConfig:
         """Return the name and the settings of the transport that these options describe.
@@ -221,23 +179,17 @@ class WeightUpdateConfig:
             ConfigError: the engines have no broadcast in common.
         """
         name, delta = self.update_weight_transport, self.update_weight_mode == "delta"
-        encoding, size = self.update_weight_encoding, self.update_weight_buffer_size
         settings: dict[str, Any] = {}
         if name == "disk":
-            settings |= {
-                "root": self.update_weight_disk_dir,
-                "keep_files": self.update_weight_disk_keep_files,
-                "shard_bytes": size,
-            }
+            settings |= {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
         elif delta:
             settings["carrier"] = "collective"
         elif name == "nccl":
-            settings["bucket_bytes"] = size
             name = "ipc" if self.colocate else "collective"
         if delta:
             name = "delta"
-            settings["encoding"] = encoding
-        chosen = TransportConfig(name, {name: value for name, value in settings.items() if value is not None})
+            settings["encoding"] = self.update_weight_encoding
+        chosen = TransportConfig(name, settings)
         return _broadcast_to(engines, chosen) if name == "collective" else chosen
 
     def make_transport(self, engines: Sequence[EngineInfo] = (), **settings: Any) -> Any:
