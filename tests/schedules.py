@@ -652,7 +652,7 @@ class _Label(str):
         return found
 
     def __eq__(self, other):
-        return super().__eq__(other) and self.by is other.by
+        return super().__eq__(other) and getattr(other, "by", self.by) is self.by  # a plain one is of any engine
 
     __hash__ = str.__hash__
 
