@@ -29,7 +29,6 @@ TRANSPORTS = {
     "delta": ("delta", {"root": True}),
     "delta by broadcast": ("delta", {"carrier": "collective"}),
     "delta on a base": ("delta", {"root": True, "base": True}),
-    "delta by shard": ("delta", {"root": True, "by_shard": True}),
     "disk": ("disk", {"root": True}),
     "collective": ("collective", {"bucket_bytes": 1 << 16}),
     "sharded": ("sharded", {"bucket_bytes": 1 << 16}),

@@ -14,11 +14,11 @@ import typer
 from torchrl_ext.bench.runner import figures
 
 SUBJECTS = {
-    "by_shard": "deltas by shard: memory of FSDP2 ranks, and the time to code their blocks",
     "coding": "kinds of blocks of changes, beside their entropy and a copy",
     "digest": "digests of weights on the host, beside a copy of the same bytes",
     "landing": "the pause of a delta that lands in vLLM, and of full files",
     "names": "37,000 names through an engine's own loader and through ours",
+    "owners": "deltas of several trainer ranks: memory and coding of each, beside one rank alone",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",
     "small": "an update of 60,000 small tensors, beside a clone of each",
 }

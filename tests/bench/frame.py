@@ -34,7 +34,7 @@ def together(work: Callable[[int], Any], count: int) -> list[Any]:
         multiprocessing.TimeoutError: one of them takes too long, or was killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.bench.by_shard"])
+    context.set_forkserver_preload(["tests.bench.owners"])
     with context.Pool(count) as pool:
         rows = pool.imap_unordered(partial(_numbered, work), range(count))
         found = dict(rows.next(PROCESSES_S) for _ in range(count))

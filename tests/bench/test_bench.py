@@ -21,10 +21,10 @@ from torchrl_ext.cli.main import main as cli
 from torchrl_ext.errors import ConfigError
 
 SMALLEST = {
-    "by_shard": "--ranks 2 --layers 2 --width 128",
     "coding": "--hidden 64 --steps 2",
     "digest": "--mib 1",
     "names": "--layers 1 --transport delta",
+    "owners": "--ranks 2 --layers 4 --width 128",
     "peers": "--size small --part bits --part growth",
     "small": "--tensors 300",
 }

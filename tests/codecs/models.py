@@ -37,13 +37,13 @@ def flat(table, tensors):
     """The bits of each stream of a table."""
     found = []
     for stream in table.streams:
-        parts = (stream.cut(at, tensors[table.params[param].name]) for at, param in enumerate(stream.params))
+        parts = (tensors[table.params[param].name] for param in stream.params)
         found.append(torch.cat([flat_bits(part) for part in parts]))
     return found
 
 
 def placed(table, tensors):
-    """Each segment's stream, number and tensor, in the order of the model."""
+    """The stream, segment and tensor of each parameter, in the order of the model."""
+    streams, segments = table.place
     for name, tensor in tensors.items():
-        for stream, segment in table.places[table.number[name]]:
-            yield stream, segment, table.streams[stream].cut(segment, tensor)
+        yield streams[table.number[name]], segments[table.number[name]], tensor

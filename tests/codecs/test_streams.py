@@ -37,7 +37,7 @@ def test_streams_list_each_change_once_and_keep_the_digests(model, block, staged
         patch.setattr(streams, "_STAGED", staged)
         table = ParamTable.of(metas)
         olds, news = flat(table, old), flat(table, new)
-        words = [np.zeros((len(stream.segments), 2), np.uint64) for stream in table.streams]
+        words = [np.zeros((stream.params.size, 2), np.uint64) for stream in table.streams]
 
         def then(block):
             words[block.stream][block.segments.start : block.segments.stop] += block.words
@@ -156,9 +156,8 @@ def test_tensors_still_computed_on_the_callers_stream(threads, lagging, monkeypa
     with Lagging():
 
         def computed():
-            for name, tensor in old.items():
-                (place,) = table.places[table.number[name]]
-                yield *place, tensor.to(DEVICE) * 3 + 1  # queued now, as by an optimizer or a gather
+            for stream, segment, tensor in placed(table, old):
+                yield stream, segment, tensor.to(DEVICE) * 3 + 1  # queued now, as by an optimizer or a gather
 
         found = [
             one for many in find(table, copies, computed(), changes_in, threads=threads, follow=True) for one in many

@@ -47,8 +47,7 @@ def found_in(model, new_on):
         np.add.at(words, own, found.words)
         return found.stream, found.start, *(part.tolist() for part in (found.positions, found.before, found.after))
 
-    places = [table.places[number][0] for number in range(len(model))]
-    given = ((*place, new.to(new_on)) for place, (_, _, new) in zip(places, model, strict=True))
+    given = zip(*table.place, (new.to(new_on) for _, _, new in model), strict=True)
     blocks = list(find(table, copies, given, then, threads=2, follow=True))
     for copy, stream in zip(copies, table.streams, strict=True):
         assert bytes_of(copy) == b"".join(bytes_of(flat_bits(model[param][2])) for param in stream.params)

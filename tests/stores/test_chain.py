@@ -24,8 +24,9 @@ from torchrl_ext.stores.versions import version_name, version_number
 from torchrl_ext.testing import same_bits
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.owned import Owned
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.writer import ChainWriter, Copies
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
 
@@ -207,8 +208,7 @@ def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
     store.own()
     chain, own = Chain(store), {"w": torch.zeros(20)}
     writer = ChainWriter(
-        store, chain, "r", container=BLOCKS, full=FullWriter(1 << 20), keyframe_every=3, base=None, keep_files=False,
-        baseline=lambda: Copies(make_codec("ulp")),
+        store, chain, "r", Owned(make_codec("ulp"), FullWriter(1 << 20)), keyframe_every=3, base=None, keep_files=False,
     )  # fmt: skip
     for version in range(1, 9):
         own["w"][version] += 1

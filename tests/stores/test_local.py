@@ -59,6 +59,23 @@ def test_keys_that_lead_out_of_the_store_are_refused(store, key):
             call(key)
 
 
+def test_other_processes_join_a_draft_until_it_ends(store):
+    other = LocalStore(store.root)
+    with pytest.raises(ValueError, match="half-way"), store.draft("weight_v000001") as draft:
+        other.join(draft.place).write("two", b"2")
+        place = draft.place
+        raise ValueError("half-way")
+    assert names(store) == []
+    for there in (place, "weight_v000001", ".."):
+        with pytest.raises(StoreError):
+            other.join(there)
+    with store.draft("weight_v000001") as draft:
+        other.join(draft.place).write("delta/two", b"2")
+    with pytest.raises(StoreError, match="abandoned"):
+        other.join(draft.place)
+    assert store.get("weight_v000001/delta/two") == b"2"
+
+
 def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
     with pytest.raises(StoreError, match=f"{1 << 60:,} bytes free"), store.draft("folder", needed_bytes=1 << 60):
         raise AssertionError("the block ran")

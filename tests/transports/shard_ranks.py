@@ -1,4 +1,4 @@
-"""Trainer ranks that hold blocks of a small model, for tests of what is written by shard."""
+"""Trainer ranks that hold blocks of a small model, for tests of deltas that several ranks write."""
 
 from __future__ import annotations
 

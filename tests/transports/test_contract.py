@@ -127,9 +127,6 @@ REFUSED = {
     ],
     "delta": [
         {"encoding": "deltaz"},
-        {"by_shard": True, "encoding": "deltas"},
-        {"by_shard": True, "encoding": "deltas"},
-        {"by_shard": True, "carrier": "collective"},
     ],
     "disk": [{"files": {name: b""}} for name in ("../x", "a/b", "", ".hidden", "manifest.json", "model.safetensors")],
     "ipc": [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}],

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import torchrl_ext as tx
 from tests.transports import shard_ranks
 from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
-from tests.transports.shard_ranks import Blocks, cut, in_parts
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError, UpdateError
+from tests.transports.shard_ranks import cut
+from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
@@ -24,7 +24,7 @@ from torchrl_ext.weights.source import MappingSource
 
 LAYOUTS = [(name, False) for name in ("auto", "deltas", "deltas_zstd", "indices")]
 LAYOUTS += [(name, True) for name in ("auto", "bitmap", "context", "ulp")]
-"""Encodings, and whether ranks write what they hold."""
+"""Encodings, and whether the rank holds its tensors in several blocks."""
 
 
 class Failing(MappingSource):
@@ -57,7 +57,8 @@ class Chains(RuleBasedStateMachine):
             del self.own["complex"]
             self.base = {"base": checkpoint(Path(self.folder.name) / "base", self.own)}
         self.served = copied(self.own) if based else {name: torch.zeros_like(one) for name, one in self.own.items()}
-        self.how = {"encoding": layout[0], "by_shard": layout[1], "keyframe_every": keyframe_every, "keep_files": True}
+        self.how = {"encoding": layout[0], "keyframe_every": keyframe_every, "keep_files": True}
+        self.in_blocks = layout[1]
         self.engine, self.follower = InProcessEngine(self.served), trainer_at(self.root, **self.base)
         self.version = self.seen = self.steps = 0
         self.starts()
@@ -72,7 +73,7 @@ class Chains(RuleBasedStateMachine):
         self.steps += 1
         if share:
             shard_ranks.step(self.own, self.steps, share=share)
-        return cut(self.own) if self.how["by_shard"] else self.own
+        return cut(self.own) if self.in_blocks else self.own
 
     def sends(self, source, only=None):
         report = self.sender.update_weights(source, only=only)
@@ -91,8 +92,7 @@ class Chains(RuleBasedStateMachine):
 
     @rule(only=st.sampled_from([["rows"], ["columns", "pairs", "scalar"]]))
     def sends_a_part(self, only):
-        if not self.how["by_shard"]:
-            self.sends(self.source(0.05), only)
+        self.sends(self.source(0.05), only)
 
     @rule()
     def fails(self):
@@ -105,8 +105,7 @@ class Chains(RuleBasedStateMachine):
     @rule()
     def is_started_again(self):
         self.sender.shutdown()
-        if self.how["encoding"] == "auto":  # a chain goes on in the other layout
-            self.how["by_shard"] = not self.how["by_shard"]
+        self.in_blocks = not self.in_blocks
         self.starts()
 
     @rule()
@@ -124,16 +123,6 @@ class Chains(RuleBasedStateMachine):
 
 TestChains = Chains.TestCase
 TestChains.settings = settings(max_examples=12, stateful_step_count=12)
-
-
-def test_shards_that_are_not_what_the_source_yields_are_refused(root):
-    class Lying(Blocks):
-        def _take(self, name, block):
-            return super()._take(name, block) + (name == "columns")
-
-    with pytest.raises(ManifestError, match="'columns' of the source is not what"):
-        trainer_at(root, by_shard=True).send_weights("policy", Lying(shard_ranks.weights(), of=in_parts))
-    assert not list(root.glob("weight_v*"))
 
 
 def test_a_model_with_other_parameters_begins_anew(root):
@@ -165,7 +154,7 @@ class TestBase:
     def base(self, tmp_path, own):
         return checkpoint(tmp_path / "base", own)
 
-    @pytest.mark.parametrize("how", [{"encoding": "auto"}, {"encoding": "deltas"}, {"by_shard": True}], ids=str)
+    @pytest.mark.parametrize("how", [{"encoding": "auto"}, {"encoding": "deltas"}], ids=str)
     def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint_and_whenever_he_connects(
         self, root, own, base, how
     ):

@@ -38,7 +38,7 @@ DAMAGES = {
 }
 
 
-OTHER_LAYOUTS = [{"encoding": "deltas"}, {"encoding": "deltas_zstd"}, {"by_shard": True}]
+OTHER_LAYOUTS = [{"encoding": "deltas"}, {"encoding": "deltas_zstd"}]
 
 
 class TestDamage:

@@ -14,7 +14,6 @@ import sys
 import traceback
 from dataclasses import replace
 
-import numpy as np
 import torch
 import xxhash
 import zstandard
@@ -24,13 +23,15 @@ from torchrl_ext.codecs import streams
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.errors import ManifestError, WeightSyncError
 from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.stores.chain import Route
-from torchrl_ext.stores.delta_manifest import DIGEST, END, DeltaManifest
+from torchrl_ext.stores.chain import Chain, Route
+from torchrl_ext.stores.delta_manifest import END, DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, read_manifest
 from torchrl_ext.stores.versions import Version, version_name
 from torchrl_ext.testing import any_bits, same_bits
+from torchrl_ext.transports.delta.broadcast import KeptTensors
 from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.versions.writer import Copies
+from torchrl_ext.versions.owned import Owned
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import MappingSource
 
@@ -102,27 +103,14 @@ class Published:
 def published(encoding: str, old: Tensors = OLD, new: Tensors = NEW) -> Published:
     """Return the delta from one model to another."""
     codec = make_codec(encoding)
-    copies = Copies(codec)
-    copies.take(MappingSource(old))
-    for _ in copies:
-        pass
-    head = DeltaManifest(
-        version=2,
-        base_version=1,
-        run_id="r",
-        base_run_id="r",
-        container=codec.container,
-        codecs=(),
-        files={},
-        table=copies.table,
-        changed=np.zeros(len(old), DIGEST),
-        digests=copies.digests,
-    )
     store, block_units = MemoryStore(), streams.BLOCK_UNITS
+    own = Owned(codec, KeptTensors())
+    writer = ChainWriter(store, Chain(store), "r", own, keyframe_every=0, base=None, keep_files=True)
+    writer.publish(MappingSource(old), 1)
+    writer.acknowledge()
     streams.BLOCK_UNITS = 512  # streams of several blocks
     try:
-        with store.draft(FOLDER) as draft:
-            manifest = copies.write(head, MappingSource(new), draft, "")
+        manifest = writer.publish(MappingSource(new), 2)
     finally:
         streams.BLOCK_UNITS = block_units
     return Published(manifest, {name: store.get(f"{FOLDER}/{name}") for name in manifest.files}, old, new)

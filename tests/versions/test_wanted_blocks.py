@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from tests.transports.chains import flip, same
-from tests.weights.boxes import SHAPES, blocks_of
 from torchrl_ext.codecs import streams
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.patcher import Patcher, compare
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.table import Segment, Stream
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions import payloads
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
@@ -154,7 +148,10 @@ def test_a_damaged_block_is_named_by_the_workers_that_read_it_and_harms_no_other
     step(own, 2)
     trainer.send_weights("policy", own)
     delta = Chain(LocalStore(tmp_path)).version(2).delta
-    row = delta.blocks_of("gate")[0]  # of its first rows
+    stream, segment = (places[delta.table.number["gate"]] for places in delta.table.place)
+    start = int(delta.table.streams[stream].first[segment])
+    own = (delta.blocks["stream"] == stream) & (delta.blocks["start"] + delta.blocks["size"] > start)
+    row = delta.blocks[own][0]  # of its first rows
     flip(tmp_path / "weight_v000002" / [*delta.files][row["file"]], int(row["offset"]) + 9)
     before = {name: live.clone() for name, live in first.live.items()}
     with pytest.raises(IntegrityError, match=r"tensor 'gate' in .* is damaged"):
@@ -162,19 +159,3 @@ def test_a_damaged_block_is_named_by_the_workers_that_read_it_and_harms_no_other
     assert same(first.live, before)
     last.follow(2)
     assert last.holds(own)
-
-
-@settings(max_examples=300)
-@given(shape=SHAPES, dtype=st.sampled_from([torch.int8, torch.complex128]), data=st.data())
-def test_a_segment_has_what_a_mask_of_its_units_has(shape, dtype, data):
-    own, block = data.draw(blocks_of(shape)), data.draw(blocks_of(shape))
-    assume(own.numel)
-    metas = (ParamMeta("first", dtype, (3,)), ParamMeta("own", dtype, shape))
-    stream = Stream(dtype, [Segment(0), Segment(1, own.start, own.shape)], metas)
-    first = int(stream.first[1])
-    start = data.draw(st.integers(0, stream.size - 1))
-    stop = data.draw(st.integers(max(start, first) + 1, stream.size))
-    mask = np.zeros(shape, bool)
-    mask[block.within(Block.whole(shape))] = True
-    mask = mask[own.within(Block.whole(shape))].reshape(-1).repeat(2 if dtype.is_complex else 1)
-    assert stream.has(1, block, start, stop) == mask[max(0, start - first) : stop - first].any()

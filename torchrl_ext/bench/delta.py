@@ -34,7 +34,8 @@ from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.transports.delta.broadcast import KeptTensors
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.containers import BlockFiles, Coded, code
-from torchrl_ext.versions.writer import ChainWriter, Copies, FlatCopies
+from torchrl_ext.versions.owned import FlatCopies, Owned
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["DENSITIES", "coded", "copies_of", "measure", "measure_encode", "measure_sizes"]
@@ -97,12 +98,10 @@ def _published_bytes(pair: Pair, encoding: str) -> int:
         store,
         Chain(store),
         "0" * 32,
-        container=codec.container,
-        full=KeptTensors(),
+        Owned(codec, KeptTensors()),
         keyframe_every=0,
         base=None,
         keep_files=True,
-        baseline=partial(Copies, codec),
     )
     writer.publish(MappingSource({name: old for name, old, _ in pair}), 1)
     writer.acknowledge()
@@ -169,8 +168,7 @@ def copies_of(old: Mapping[str, Tensor]) -> FlatCopies:
 
 def coded(olds: FlatCopies, new: Mapping[str, Tensor], kind: str, threads: int) -> Iterator[Coded]:
     """Find what changed since ``olds``, which stay as they are, and yield it in blocks of one kind."""
-    places = (place for (place,) in olds.table.places)
-    rows = ((*place, tensor) for place, tensor in zip(places, new.values(), strict=True))
+    rows = zip(*olds.table.place, new.values(), strict=True)
     then = partial(code, olds.table, make_codec(kind))
     return find(olds.table, olds.bits, rows, then, threads=threads)
 

@@ -204,14 +204,14 @@ def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
 
     segments = stream.within(block.start, block.start + block.size)
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
-    starts, words, count = stream.starts[segments.start : segments.stop], np.zeros((len(segments), 2), np.uint64), 0
-    keys, lists, news = linear_keys(), _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
+    words, count, keys = np.zeros((len(segments), 2), np.uint64), 0, linear_keys()
+    lists, news = _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
     for at, units, tensors in block.runs:
         flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
         old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
         if kernels_on(new.device).on_host:
             news.append((at, unsigned(new)))
-            count += scan(unsigned(old), news[-1][1], at, firsts, starts, keys, *rest, words)
+            count += scan(unsigned(old), news[-1][1], at, firsts, keys, *rest, words)
             continue
         where = (old.to(new.device) != new).nonzero().flatten()
         places, now = _on_host(where.to(torch.int32), new.index_select(0, where))
@@ -219,12 +219,10 @@ def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
         listed = places.numpy() + at, unsigned(old)[places.numpy()], unsigned(now)
         for column, own in zip(rest, listed, strict=True):
             column[:more] = own
-        digest_segments(*(one[:more] for one in rest), firsts, starts, keys, words)
+        digest_segments(*(one[:more] for one in rest), firsts, keys, words)
         count += more
     positions, before, after = (one[:count] for one in lists)
-    found = Found(block.stream, block.start, positions, before, after, segments, words, unsigned(live), news)
-    _digest_boxes(stream, found, firsts)
-    return found
+    return Found(block.stream, block.start, positions, before, after, segments, words, unsigned(live), news)
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:
@@ -245,21 +243,6 @@ def _room(size: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         before, after = np.empty((2, size), UNSIGNED[width])
         lists = vars(_lists)[str(width)] = np.empty(size, np.int32), before, after
     return lists
-
-
-def _digest_boxes(stream: Stream, found: Found, firsts: np.ndarray) -> None:
-    """Add to the digests of segments whose units do not follow one another in their parameter."""
-    from torchrl_ext.kernels.host_loops import digest_segments
-
-    all_of_it = np.array([0, 1 << 62]), np.zeros(1, np.int64)  # one segment, whose places are positions
-    for at, segment in enumerate(found.segments):
-        if stream.starts[segment] >= 0:
-            continue
-        low, high = np.searchsorted(found.positions, firsts[at : at + 2])
-        if low < high:
-            positions = stream.positions(segment, found.positions[low:high] - firsts[at])
-            own = positions, found.before[low:high], found.after[low:high]
-            digest_segments(*own, *all_of_it, linear_keys(), found.words[at : at + 1])
 
 
 @final
@@ -295,23 +278,22 @@ class StreamPatch:
         units[self.positions] = values
 
     def split(self) -> Iterator[SparsePatch | StepPatch]:
-        """Yield the change of each parameter; several of one that has several segments, or reaches over blocks."""
+        """Yield the change of each parameter in the range, which may be a part of it."""
         for segment in self.table.streams[self.stream].within(self.start, self.start + self.size):
             own = self.of(segment)
             if own is not None:
                 yield own
 
     def of(self, segment: int) -> SparsePatch | StepPatch | None:
-        """Return the change of one segment, as one of its parameter; None where it does not change."""
+        """Return the change of one parameter, by its segment; None where it does not change."""
         stream = self.table.streams[self.stream]
         first, end = stream.first[segment : segment + 2] - self.start
         low, high = np.searchsorted(self.positions, (first, end)).tolist()
         if low == high:
             return None
         meta = self.table.params[stream.params[segment]]
-        indices = stream.positions(segment, self.positions[low:high] - first)
-        kind = StepPatch if self.steps else SparsePatch
-        return kind(meta, indices.astype(index_dtype(2 * meta.numel), copy=False), self.values[low:high])
+        indices = (self.positions[low:high] - first).astype(index_dtype(2 * meta.numel), copy=False)
+        return (StepPatch if self.steps else SparsePatch)(meta, indices, self.values[low:high])
 
 
 def fold(patches: Iterable[StreamPatch]) -> list[StreamPatch]:

@@ -45,7 +45,6 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     shard_bytes: int | None = None
     files: Any = None
     seen_at: str | None = None
-    by_shard: bool | None = None
     channel: str | None = None
     make: str | None = None
     master_port: int | None = None

@@ -121,7 +121,7 @@ def _add_change(start, places, before, after, count, keys, digest):
 
 
 @helper
-def _add_segments(base, places, before, after, count, segment, firsts, starts, keys, words):
+def _add_segments(base, places, before, after, count, segment, firsts, keys, words):
     """Add changes to the digests of their segments, from ``segment`` on; return the last one's number."""
     low = 0
     while low < count:
@@ -130,9 +130,8 @@ def _add_segments(base, places, before, after, count, segment, firsts, starts, k
         high, end = low + 1, firsts[segment + 1] - base
         while high < count and places[high] < end:
             high += 1
-        if starts[segment] >= 0:
-            start, own = starts[segment] - firsts[segment] + base, slice(low, high)
-            _add_change(start, places[own], before[own], after[own], high - low, keys, words[segment])
+        start, own = base - firsts[segment], slice(low, high)
+        _add_change(start, places[own], before[own], after[own], high - low, keys, words[segment])
         low = high
     return segment
 
@@ -196,33 +195,30 @@ def _linear_run(run, position, keys):
 
 
 @helper
-def _add_runs(old, new, base, segment, firsts, starts, keys, words):
+def _add_runs(old, new, base, segment, firsts, keys, words):
     """Do as `_add_segments`, of all elements of a range that begins at ``base``."""
     at = 0
     while at < old.size:
         while firsts[segment + 1] <= base + at:
             segment += 1
         end = min(old.size, firsts[segment + 1] - base)
-        if starts[segment] >= 0:
-            position = starts[segment] - firsts[segment] + base + at
-            f_one, f_two = _linear_run(old[at:end], position, keys)
-            g_one, g_two = _linear_run(new[at:end], position, keys)
-            words[segment, 0] += g_one - f_one
-            words[segment, 1] += g_two - f_two
+        position = base + at - firsts[segment]
+        f_one, f_two = _linear_run(old[at:end], position, keys)
+        g_one, g_two = _linear_run(new[at:end], position, keys)
+        words[segment, 0] += g_one - f_one
+        words[segment, 1] += g_two - f_two
         at = end
     return segment
 
 
 @njit
-def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
+def scan(old, new, base, firsts, keys, positions, before, after, words):
     """List what differs in a range of a stream, and add to the digest of each segment what that does to it.
 
     Args:
         old, new: one unsigned dtype, shape (n,).
         base: position of element 0, in the coordinates of ``firsts``.
         firsts: int64 shape (k + 1,): where each segment begins, and the last one ends.
-        starts: int64 shape (k,): position in its parameter of each segment's first unit, where the others follow it;
-            -1 where they do not, and the digest is not added to.
         keys: `torchrl_ext.kernels.base.linear_keys`.
         positions: int32 or int64, before, after: as ``old``; at least ``n`` + 64 long. Lists to fill; positions count
             like ``firsts``.
@@ -237,18 +233,18 @@ def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
         changed = _list_changes(old, new, begin, short, olds, news)
         end = min(size, begin + _CHUNK)
         if changed > (end - begin) // 8:  # then sums over all elements are quicker
-            segment = _add_runs(old[begin:end], new[begin:end], base + begin, segment, firsts, starts, keys, words)
+            segment = _add_runs(old[begin:end], new[begin:end], base + begin, segment, firsts, keys, words)
         else:
-            segment = _add_segments(base + begin, short, olds, news, changed, segment, firsts, starts, keys, words)
+            segment = _add_segments(base + begin, short, olds, news, changed, segment, firsts, keys, words)
         _widen(short, base + begin, changed, positions[found:])
         found += changed
     return found
 
 
 @njit
-def digest_segments(positions, before, after, firsts, starts, keys, words):
+def digest_segments(positions, before, after, firsts, keys, words):
     """Add to the digest of each segment what listed changes do to it; arguments as in `scan`."""
-    _add_segments(_NONE, positions, before, after, positions.size, _NONE, firsts, starts, keys, words)
+    _add_segments(_NONE, positions, before, after, positions.size, _NONE, firsts, keys, words)
 
 
 @helper
@@ -381,7 +377,7 @@ def land(target, dims, offset, positions, payload, straight, same, steps, ordere
 
 @njit
 def land_segments(
-    positions, payload, firsts, starts, addresses, lows, highs, steps, ordered, keys, runs, ends, offsets, values, words
+    positions, payload, firsts, addresses, lows, highs, steps, ordered, keys, runs, ends, offsets, values, words
 ):
     """Translate changes in a range of a stream, whose segments lie straight in memory, and resolve steps.
 
@@ -391,7 +387,6 @@ def land_segments(
         positions: shape (n,), increasing; payload: unsigned, shape (n,): new bits, or (with ``steps``) steps, on the
             line of a sign-magnitude format where ``ordered``.
         firsts: int64 shape (k + 1,): where each segment begins, in the coordinates of ``positions``.
-        starts: int64 shape (k,): position of each segment's first unit in its parameter.
         addresses: int64 shape (k,): of unit ``low`` of the parameter; 0 where the segment is left out.
         lows, highs: int64 shape (k,): which units of the parameter lie there.
         keys: as in `scan`.
@@ -416,7 +411,7 @@ def land_segments(
         while high < positions.size and positions[high] < end:
             high += 1
         if addresses[segment] != 0:
-            begin, shift = found, starts[segment] - firsts[segment] - lows[segment]
+            begin, shift = found, -firsts[segment] - lows[segment]
             size = highs[segment] - lows[segment]
             target = carray(pointer(addresses[segment]), (1,), payload.dtype)
             for k in range(low, high):

@@ -161,13 +161,13 @@ class _Plan:
     def __init__(
         self, table: ParamTable, stream: Stream, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None
     ) -> None:
-        count, self.kernels = len(stream.segments), kernels or kernels_on(torch.device("cpu"))
+        count, self.kernels = stream.params.size, kernels or kernels_on(torch.device("cpu"))
         self.names = [table.params[param].name for param in stream.params.tolist()]
         self.addresses, self.lows, self.highs = (np.zeros(count, np.int64) for _ in range(3))
         width = unit_bytes(stream.dtype)
         for segment, name in enumerate(self.names) if self.kernels.on_host else ():
             own = pieces.get(name, ())
-            if len(own) != 1 or stream.starts[segment] < 0 or not own[0].straight:
+            if len(own) != 1 or not own[0].straight:
                 continue
             memory = own[0].memory
             if memory.device.type == "cpu" and memory.element_size() == width and memory.numel():
@@ -271,7 +271,6 @@ class Patcher:
             every.positions,
             every.values,
             stream.first[segments.start : segments.stop + 1] - every.start,
-            stream.starts[own],
             plan.addresses[own],
             plan.lows[own],
             plan.highs[own],
@@ -305,7 +304,7 @@ class Patcher:
 
     def _plan(self, table: ParamTable, stream: int) -> _Plan:
         """Return where the segments of a stream lie; kept for the last table."""
-        if self._plans is None or not (self._plans[0] is table or self._plans[0].lays_out_as(table)):
+        if self._plans is None or not self._plans[0].lays_out_as(table):
             self._plans = table, {}
         if stream not in self._plans[1]:
             self._plans[1][stream] = _Plan(table, table.streams[stream], self.pieces, self._kernels)

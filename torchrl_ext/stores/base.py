@@ -31,7 +31,7 @@ class Draft(ABC):
 
     @property
     def place(self) -> str:
-        """The draft's name for other processes, whose `Store.add` writes files into it while the block runs; or "".
+        """The draft's name for other processes, which may `Store.join` it while the block runs; or "".
 
         Their files belong to the draft, and are removed with it if it fails.
         """
@@ -53,6 +53,9 @@ class Store(ABC):
         url: the location for people: a path or an address.
         owned: whether this object is the store's only writer.
     """
+
+    joined: ClassVar[bool] = False
+    """Whether other processes may `join` its drafts."""
 
     locked: ClassVar[bool] = True
     """Whether the store keeps a second writer out while the first one lives. If not, one that has lost the root may
@@ -167,17 +170,14 @@ class Store(ABC):
             StoreError: no space, no permission, or the name is taken.
         """
 
-    def add(self, place: str, name: str, data: bytes) -> None:
-        """Write one file durably into a draft that another process has open; this one need not own the store.
+    def join(self, place: str) -> Draft:
+        """Return a draft that another process has open, for files of this one, which need not own the store.
 
         Args:
             place: `Draft.place`.
-            name: of the file; a ``/`` in it makes a folder.
-            data: the file's content.
 
         Raises:
-            StoreError: the draft is gone or does not accept files of other processes; or no space, permission or
-                connection.
+            StoreError: the draft is gone, or does not accept files of other processes.
         """
         raise StoreError(f"{self.url} takes files from one process only", state="nothing was written")
 

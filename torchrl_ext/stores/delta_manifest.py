@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from torchrl_ext.stores.table import ParamTable, Segment
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, described, dtype_name
 
 __all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "DeltaManifest"]
@@ -60,7 +60,7 @@ class _Head(Wire, frozen=True, kw_only=True):
     codecs: tuple[dict[str, Any], ...]
     files: dict[str, Count]
     params: msgspec.Raw
-    streams: list[list[Segment]] | None = None
+    streams: msgspec.Raw
     changed: bytes
     digests: bytes
     base_digests: bytes = b""
@@ -119,15 +119,6 @@ class DeltaManifest:
         """Every parameter, in the order of the source."""
         return self.table.params
 
-    def blocks_of(self, name: str) -> np.ndarray:
-        """Return the rows of `blocks` whose ranges meet a parameter."""
-        rows = self.blocks
-        own = np.zeros(rows.size, bool)
-        for stream, segment in self.table.places[self.table.number[name]]:
-            first, end = self.table.streams[stream].first[segment : segment + 2]
-            own |= (rows["stream"] == stream) & (rows["start"] < end) & (rows["start"] + rows["size"] > first)
-        return rows[own]
-
     @cached_property
     def hex_digests(self) -> dict[str, str]:
         """The digest of each tensor after this delta, as 32 hex digits, by name."""
@@ -145,13 +136,12 @@ class DeltaManifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON in UTF-8, which ends with the xxh3-128 of all before its last member, in a zstd frame."""
-        streams = self.table.streams
         head = _Head(
             format=self.FORMAT,
             format_number=self.NUMBER,
             **_alike(self),
             params=msgspec.Raw(msgspec.json.encode(self.table.params, enc_hook=dtype_name)),
-            streams=None if self.table.plain else [list(stream.segments) for stream in streams],
+            streams=msgspec.Raw(msgspec.json.encode([stream.params.tolist() for stream in self.table.streams])),
             changed=self.changed.astype(DIGEST, copy=False).tobytes(),
             digests=self.digests.astype(DIGEST, copy=False).tobytes(),
             base_digests=self.base_digests.astype(DIGEST, copy=False).tobytes(),
@@ -170,12 +160,7 @@ class DeltaManifest:
             ValueError, ManifestError: it is malformed, or contradicts itself.
         """
         head = msgspec.json.decode(text, type=described(_Head), dec_hook=decode_dtype)
-        table = ParamTable.of(_params(bytes(head.params)), head.streams)
-        if len(table.number) != len(table.params):
-            raise ValueError("a parameter is listed twice")
-        lost = None if table.plain else table.lost()
-        if lost is not None:
-            raise ValueError(f"no stream, or more than one, covers each unit of {lost}")
+        table = _table(bytes(head.params), bytes(head.streams))
         found = cls(
             **_alike(head),
             table=table,
@@ -226,9 +211,12 @@ class DeltaManifest:
             raise ValueError(f"block {int(np.argmin(sound))} lies outside of its stream or its file, or meets another")
 
 
-@lru_cache(maxsize=2)  # mostly those of the delta before
-def _params(rows: bytes) -> tuple[ParamMeta, ...]:
-    return msgspec.json.decode(rows, type=described(tuple[ParamMeta, ...]), dec_hook=decode_dtype)
+@lru_cache(maxsize=2)  # mostly that of the delta before
+def _table(params: bytes, streams: bytes) -> ParamTable:
+    metas = msgspec.json.decode(params, type=described(tuple[ParamMeta, ...]), dec_hook=decode_dtype)
+    if len({meta.name for meta in metas}) < len(metas):
+        raise ValueError("a parameter is listed twice")
+    return ParamTable.of(metas, msgspec.json.decode(streams, type=described(list[list[int]])))
 
 
 def _digests(data: bytes, count: int) -> np.ndarray:

@@ -66,6 +66,8 @@ class LocalStore(Store):
         root: directory, which `own` makes where it is missing; readers never do.
     """
 
+    joined = True
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
@@ -157,20 +159,17 @@ class LocalStore(Store):
         except OSError as error:
             raise self._failed("write", error, needed_bytes) from error
 
-    def add(self, place: str, name: str, data: bytes) -> None:
+    def join(self, place: str) -> Draft:
         folder = self.root / checked_key(place)
         if folder.parent != self.root or TEMPORARY not in place:
             raise StoreError(f"{place!r} is not a version that is being written", state="nothing was written")
-        try:
-            _LocalDraft(folder).write(name, data)
-        except FileNotFoundError as error:
+        if not folder.is_dir():
             raise StoreError(
-                f"{folder} is gone: its writer abandoned this version",
+                f"{folder} is not there, or its writer abandoned this version",
                 expected="the same root on every trainer rank",
                 state="nothing was written",
-            ) from error
-        except OSError as error:
-            raise self._failed("write", error, len(data)) from error
+            )
+        return _LocalDraft(folder)
 
     def delete(self, key: str) -> None:
         self._refuse_moved()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.owned import FilePlace
 from torchrl_ext.versions.tensor_writer import write_shards
 from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource, checked
@@ -55,26 +59,53 @@ class FullWriter:
             ManifestError: the source does not yield what it declares.
         """
         params = source.params()
-        shards = plan_shards(params, self._shard_bytes)
-        files = {**_checked_files(source.files()), **self._files}
-        where = {meta.name: shard.name for shard in shards for meta in shard.params}
+        placed, sizes = self.write_tensors(draft, [params], 0, checked(source, params))
+        return self.finish(draft, source.files(), version, run_id, params, placed, sizes)
+
+    def write_tensors(
+        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
+    ) -> tuple[dict[str, FilePlace], dict[str, int]]:
+        """Write the tensors of one rank, as `torchrl_ext.versions.owned.WritesFull`.
+
+        Raises:
+            OSError, ManifestError: as `write`.
+        """
+        plans = [plan_shards(params, self._shard_bytes) if params or not any(owned) else [] for params in owned]
+        total, first, shards = sum(map(len, plans)), sum(map(len, plans[:rank])), plans[rank]
+        if total > len(shards):
+            names = (f"model-{first + at:05d}-of-{total:05d}.safetensors" for at in range(1, len(shards) + 1))
+            shards = [replace(shard, name=name) for shard, name in zip(shards, names, strict=True)]
+        in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
+        sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
+        placed = {meta.name: (shard.name, sums[meta.name]) for shard in shards for meta in shard.params}
+        return placed, {shard.name: shard.nbytes for shard in shards}
+
+    def finish(
+        self,
+        draft: Draft,
+        files: Mapping[str, bytes],
+        version: int,
+        run_id: str,
+        params: Sequence[ParamMeta],
+        placed: Mapping[str, FilePlace],
+        sizes: Mapping[str, int],
+    ) -> Manifest:
+        """Write the files beside the tensors, the manifest last, as `torchrl_ext.versions.owned.WritesFull`."""
+        files = {**_checked_files(files), **self._files}
         # which file holds which tensor, as in any Hugging Face checkpoint; and the version
         index = {
             "metadata": {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{version:06d}"},
-            "weight_map": {meta.name: where[meta.name] for meta in params},
+            "weight_map": {meta.name: placed[meta.name][0] for meta in params},
         }
         files[_INDEX] = msgspec.json.format(msgspec.json.encode(index)) + b"\n"
-        pairs = checked(source, params)
-        in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
-        sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
-        sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
         for name, data in files.items():
             draft.write(name, data)
+        rows = ((meta, placed[meta.name]) for meta in params)
         manifest = Manifest(
             version=version,
             run_id=run_id,
-            params=tuple(Placed(meta=meta, file=where[meta.name], checksum=sums[meta.name]) for meta in params),
-            files=sizes,
+            params=tuple(Placed(meta=meta, file=file, checksum=checksum) for meta, (file, checksum) in rows),
+            files={**sizes, **{name: len(data) for name, data in files.items()}},
         )
         draft.write(MANIFEST, manifest.to_bytes())
         return manifest

@@ -24,8 +24,9 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.containers import FileEncoding
+from torchrl_ext.versions.owned import Owned
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.writer import ChainWriter, Copies
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["compile_loops"]
@@ -70,18 +71,8 @@ def _publish_and_land(codec: FileEncoding | BlockEncoding, width: int, counts: I
     }
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-compiled-") as root:
         store = LocalStore(root)
-        chain, full = Chain(store), FullWriter(sys.maxsize)
-        writer = ChainWriter(
-            store,
-            chain,
-            "compiled",
-            container=codec.container,
-            full=full,
-            keyframe_every=0,
-            base=None,
-            keep_files=True,
-            baseline=partial(Copies, codec),
-        )
+        chain, own = Chain(store), Owned(codec, FullWriter(sys.maxsize))
+        writer = ChainWriter(store, chain, "compiled", own, keyframe_every=0, base=None, keep_files=True)
         reader = ChainReader(chain, partial(PublishedVersion, store))
         reader.retain(lambda name: codec.whole_base)
         writer.publish(MappingSource(tensors), 1)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 import xxhash
-from torch import Tensor
 
 from torchrl_ext.codecs.blocks import BlockEncoding
 from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.streams import Found
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import Info
-from torchrl_ext.weights.digests import position_digest
 
 __all__ = [
     "BlockFiles",
@@ -30,8 +25,6 @@ __all__ = [
     "Files",
     "code",
     "damaged",
-    "write_blocks",
-    "write_files",
 ]
 
 FILE_BYTES = 64 << 20
@@ -74,10 +67,7 @@ def code(table: ParamTable, codec: BlockEncoding, found: Found) -> Coded:
     """
     stream, segments = table.streams[found.stream], found.segments
     cuts = np.searchsorted(found.positions, stream.first[segments.start : segments.stop + 1] - found.start)
-    kind, payload = "", b""
-    if found.positions.size:
-        unit = unit_of(stream.dtype)
-        kind, payload = codec.encode(unit, found)
+    kind, payload = codec.encode(unit_of(stream.dtype), found) if found.positions.size else ("", b"")
     params = stream.params[segments.start : segments.stop]
     place = found.stream, found.start, found.size
     return Coded(*place, params, found.words, np.diff(cuts), found.positions.size, kind, payload)
@@ -89,7 +79,8 @@ class BlockFiles:
 
     Args:
         table: whose streams the blocks are of.
-        stem: of the names of files.
+        rank: the trainer rank that writes them.
+        ranks: as many write files of the version, and count these in turns.
 
     Attributes:
         sizes: bytes of each file.
@@ -98,8 +89,8 @@ class BlockFiles:
         words: uint64, shape (parameters, 2): what the change adds to the digests.
     """
 
-    def __init__(self, table: ParamTable, stem: str = "delta") -> None:
-        self._stem = stem
+    def __init__(self, table: ParamTable, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
         self.sizes: dict[str, int] = {}
         self.kinds: list[str] = []
         self.changed = np.zeros(len(table.params), DIGEST)
@@ -128,7 +119,7 @@ class BlockFiles:
             yield from self._file(waiting, size)
 
     def _file(self, waiting: list[bytes], size: int) -> Iterator[tuple[str, bytes]]:
-        name = f"{self._stem}-{len(self.sizes) + 1:05d}.bin"
+        name = f"delta-{len(self.sizes) * self._ranks + self._rank + 1:05d}.bin"
         self.sizes[name] = size
         yield name, b"".join(waiting)
 
@@ -180,69 +171,6 @@ class FileEncoding(ABC):
         Raises:
             IntegrityError: a file is not what the manifest says; names it and a tensor in it.
         """
-
-
-def write_files(
-    delta: DeltaManifest,
-    encoding: FileEncoding,
-    patches: Iterable[SparsePatch],
-    tensors: Mapping[str, Tensor],
-    draft: Draft,
-    prefix: str,
-) -> DeltaManifest:
-    """Write the files of an encoding as changes come, and the manifest last; return the manifest.
-
-    Args:
-        delta: with the digests before the change; its table is of whole parameters.
-        encoding: lays them out.
-        patches: the change of every parameter, in order.
-        tensors: the new tensors, by name, of the parameters whose patch was iterated.
-        draft: where files are written.
-        prefix: of their names there.
-    """
-    sizes, placed = dict[str, int](), dict[str, str]()
-    changed, digests = np.zeros(len(delta.params), DIGEST), delta.digests.copy()
-
-    def noted() -> Iterator[SparsePatch]:
-        for patch in patches:
-            if patch.changed:
-                number = delta.table.number[patch.meta.name]
-                changed[number], digests[number] = patch.changed, position_digest(tensors[patch.meta.name])
-            yield patch
-
-    for file, data, names in encoding.files(delta.version, noted()):
-        draft.write(prefix + file, data)
-        sizes[file] = len(data)
-        placed |= dict.fromkeys(names, file)
-    made = replace(delta, codecs=(encoding.to_json(),), files=sizes, changed=changed, digests=digests, placed=placed)
-    draft.write(prefix + MANIFEST, made.to_bytes())
-    return made
-
-
-def write_blocks(
-    delta: DeltaManifest, files: BlockFiles, blocks: Iterable[Coded], draft: Draft, prefix: str
-) -> DeltaManifest:
-    """Write files of blocks as these come, and the manifest last; return the manifest.
-
-    Args:
-        delta: with the digests before the change.
-        files: empty, of the same table.
-        blocks: in the order of each stream.
-        draft: where files are written.
-        prefix: of their names there.
-    """
-    for name, data in files.laid(blocks):
-        draft.write(prefix + name, data)
-    made = replace(
-        delta,
-        codecs=tuple({"name": kind} for kind in files.kinds),
-        files=files.sizes,
-        changed=files.changed,
-        digests=delta.digests + files.words,
-        blocks=files.rows,
-    )
-    draft.write(prefix + MANIFEST, made.to_bytes())
-    return made
 
 
 def damaged(name: str, path: str, stated: str, found: str, version: int) -> IntegrityError:

@@ -13,7 +13,7 @@ from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.stores.table import ParamTable, unit_bytes
 from torchrl_ext.types import Info
 from torchrl_ext.versions.payloads import Payloads
 from torchrl_ext.weights.shards.blocks import Block
@@ -46,8 +46,8 @@ class OpenDelta:
         changed: bool, shape (parameters,): which parameters change.
     """
 
-    def __init__(self, where: str, manifest: DeltaManifest, table: ParamTable) -> None:
-        self.where, self.manifest, self.table = where, manifest, table
+    def __init__(self, where: str, manifest: DeltaManifest) -> None:
+        self.where, self.manifest, self.table = where, manifest, manifest.table
         self.changed = manifest.changed > 0
         self.changes: dict[Range, _Change] = {}
 
@@ -58,7 +58,7 @@ class OpenDelta:
         Raises:
             ManifestError: a kind of block that is not known here.
         """
-        found = cls(f"{payloads.store.url}/{folder}", manifest, manifest.table)
+        found = cls(f"{payloads.store.url}/{folder}", manifest)
         numbers = [number for number in range(manifest.blocks.size) if _is_wanted(manifest, number, wanted)]
         calls = payloads.add(folder, manifest, numbers)
         codecs = [_kind(info) for info in manifest.codecs]
@@ -71,9 +71,10 @@ class OpenDelta:
     @classmethod
     def of_patches(cls, where: str, manifest: DeltaManifest, patches: Mapping[str, SparsePatch]) -> OpenDelta:
         """Return the delta of which the change of each parameter is read."""
-        found = cls(where, manifest, ParamTable.of(manifest.params))
+        found = cls(where, manifest)
+        streams, segments = found.table.place
         for name, patch in patches.items():
-            ((stream, segment),) = found.table.places[found.table.number[name]]
+            stream, segment = streams[number := found.table.number[name]], segments[number]
             first, end = found.table.streams[stream].first[segment : segment + 2].tolist()
             within = Range(stream, first, end - first)
             change = StreamPatch(found.table, *within, patch.indices, patch.values, False)
@@ -116,10 +117,20 @@ def _is_wanted(manifest: DeltaManifest, number: int, wanted: Wanted | None) -> b
     stream, start = manifest.table.streams[block["stream"]], int(block["start"])
     stop = start + int(block["size"])
     for segment in stream.within(start, stop):
-        blocks = wanted(manifest.params[stream.params[segment]].name)
-        if blocks is None or any(stream.has(segment, one, start, stop) for one in blocks):
+        meta, scale = manifest.params[stream.params[segment]], stream.dtype.itemsize // unit_bytes(stream.dtype)
+        blocks, first = wanted(meta.name), int(stream.first[segment])
+        spans = (_span(one, meta.shape) for one in blocks or ())
+        if blocks is None or any(first + scale * low < stop and start < first + scale * high for low, high in spans):
             return True
     return False
+
+
+def _span(block: Block, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the first element of a block, and the one behind its last, in the C order of its parameter."""
+    low = last = 0
+    for first, stop, size in zip(*block, shape, strict=True):
+        low, last = low * size + first, last * size + stop - 1
+    return low, last + 1
 
 
 def _of_block(

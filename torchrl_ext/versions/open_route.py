@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -29,7 +29,6 @@ from torchrl_ext.versions.open_delta import OpenDelta, Range, Wanted, needs_old
 from torchrl_ext.versions.payloads import Payloads, incomplete
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
-from torchrl_ext.weights.view import Block
 
 __all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "same_base"]
 
@@ -236,7 +235,7 @@ class OpenRoute:
             copy = copies.get(table.params[stream.params[segment]].name)
             if copy is None:
                 return None
-            parts.append(units(copy[stream.box(segment).within(Block.whole(copy.shape))]))
+            parts.append(units(copy))
         first = int(stream.first[stream.within(within.start, end)[0]])
         return np.concatenate(parts)[within.start - first :][: within.size]
 
@@ -282,28 +281,29 @@ class OpenRoute:
             yield ended(name)
 
     def _ranges_of(self, name: str) -> list[Range]:
-        """Return the ranges in which a tensor may change."""
+        """Return the ranges in which a tensor may change, in order."""
         if not self.deltas:
             return []
-        places = self.deltas[0].table.places[self.deltas[0].table.number[name]]
-        return [within for stream, segment in places for within in self._meeting(stream, segment)]
-
-    def _meeting(self, stream: int, segment: int) -> Sequence[Range]:
-        """Return the ranges in which a segment changes, in order."""
+        table = self.deltas[0].table
+        stream, segment = self._place(name)
         ranges = self._by_stream.get(stream, [])
-        first, end = self.deltas[0].table.streams[stream].first[segment : segment + 2].tolist()
+        first, end = table.streams[stream].first[segment : segment + 2].tolist()
         low = bisect_right(ranges, first, key=lambda one: one.start + one.size)
         return ranges[low : bisect_left(ranges, end, key=attrgetter("start"))]
 
+    def _place(self, name: str) -> tuple[int, int]:
+        """Return the stream of a tensor, and its segment there."""
+        table = self.deltas[0].table
+        streams, segments = table.place
+        return streams[table.number[name]], segments[table.number[name]]
+
     def _applied(self, name: str, tensor: Tensor, folded: Mapping[Range, list[StreamPatch]]) -> Tensor:
         """Return a contiguous tensor, changed in place, as it is where the route ends."""
-        table = self.deltas[0].table if self.deltas else None
-        for stream, segment in table.places[table.number[name]] if table is not None else ():
-            for within in self._meeting(stream, segment):
-                for patch in folded[within]:
-                    own = patch.of(segment)
-                    if own is not None:
-                        apply_patch(own, tensor)
+        for within in self._ranges_of(name):
+            for patch in folded[within]:
+                own = patch.of(self._place(name)[1])
+                if own is not None:
+                    apply_patch(own, tensor)
         return tensor
 
     def verify(self, name: str, tensor: Tensor) -> None:

@@ -78,7 +78,7 @@ class WeightSource(ABC):
         Shards that gather must be taken in order, each once. By default each shard is a whole tensor from a pass over
         the source.
         """
-        stream = (tensor for _, tensor in self)
+        stream = (tensor for _, tensor in checked(self))
         yield from gathered_in_order(self.params(), stream, "its source makes it as a whole")
 
     def replay(self) -> None:
@@ -115,7 +115,10 @@ def gathered_in_order(params: Sequence[ParamMeta], stream: Iterator[Tensor], why
                 expected="`Shard.take` of every shard that gathers, once each, in order",
                 state="nothing was read of it",
             )
-        return next(stream)
+        tensor = next(stream)
+        if index + 1 == len(params):
+            next(stream, None)  # lets the source say that it has more than it declared
+        return tensor
 
     for index, meta in enumerate(params):
         yield Shard(meta, Block.whole(meta.shape), partial(take, index, meta), gathers=True, why=why)

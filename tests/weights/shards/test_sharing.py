@@ -11,7 +11,7 @@ from tests.weights.boxes import SHAPES, blocks_of, counted
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.shards.sharing import shared_out
+from torchrl_ext.weights.shards.sharing import disjoint, owners
 
 
 def meta(*shape):
@@ -22,31 +22,31 @@ def rows(start, stop, columns=4):
     return Block((start, 0), (stop, columns))
 
 
-def test_replicas_are_balanced_over_those_that_hold_them():
-    params = [meta(8, 4) for _ in range(12)]
-    held = [[(index, rows(4 * (rank % 2), 4 * (rank % 2) + 4)) for index in range(12)] for rank in range(4)]
-    load = [sum(block.numel for blocks in own.values() for block in blocks) for own in shared_out(params, held)]
-    assert load == [96] * 4
-    every = [[(index, rows(0, 8)) for index in range(12)]] * 4
-    assert [len(own) for own in shared_out(params, every)] == [3] * 4
+def test_every_rank_finds_the_same_owners_and_each_owns_about_as_much():
+    sizes = (5, 90, 40, 30, 30, 3, 0, 2)
+    params = [ParamMeta(f"{number}", torch.float32, (size,)) for number, size in enumerate(sizes)]
+    found = owners(params, 3)
+    assert found == [1, 0, 1, 2, 2, 1, 1, 1] and owners(params, 1) == [0] * 8
+    load = [sum(meta.numel for meta, owner in zip(params, found, strict=True) if owner == rank) for rank in range(3)]
+    assert max(load) == 90 and sum(load) == 200
+    assert owners(params[:1], 4) == [0]
 
 
 @given(st.data())
-def test_any_blocks_that_meet_are_cut_so_that_each_element_is_written_once(data):
+def test_any_blocks_that_meet_are_cut_so_that_each_element_is_given_once(data):
     shape = data.draw(SHAPES)
     ranks = st.lists(st.lists(blocks_of(shape), max_size=3), min_size=1, max_size=5)
-    held = [[(0, block) for block in blocks] for blocks in data.draw(ranks)]
-    data.draw(st.sampled_from(held)).append((0, Block.whole(shape)))
-    own = shared_out([meta(*shape)], held)
-    for rank, blocks in enumerate(own):
-        for number, parts in blocks.items():
-            assert all(held[rank][number][1].contains(part) for part in parts)
-    parts = [part for blocks in own for several in blocks.values() for part in several]
-    assert (counted(parts, shape) == 1).all()
+    held = [(rank, block) for rank, blocks in enumerate(data.draw(ranks)) for block in blocks]
+    held.append((data.draw(st.integers(0, 5)), Block.whole(shape)))
+    own = {}
+    for rank, block in held:
+        own.setdefault(block, []).append(rank)
+    found = disjoint(meta(*shape), own)
+    assert (counted(found, shape) == 1).all()
+    for piece, holders in found.items():
+        assert holders and all(any(one == rank and block.contains(piece) for one, block in held) for rank in holders)
 
 
-def test_what_nobody_holds_is_named_and_so_is_a_block_that_reaches_out():
+def test_what_nobody_holds_is_named():
     with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[2:6, 0:4\] of w float"):
-        shared_out([meta(6, 4)], [[(0, rows(0, 2))], []])
-    with pytest.raises(ManifestError, match=r"rank 1 holds elements \[0:7, 0:4\] of 'w'"):
-        shared_out([meta(6, 4)], [[(0, rows(0, 6))], [(0, rows(0, 7))]])
+        disjoint(meta(6, 4), {rows(0, 2): [0]})

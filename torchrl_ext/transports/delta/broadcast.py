@@ -6,7 +6,7 @@ behind them as one tensor of bytes, so that whatever reads a version from a dire
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -20,8 +20,9 @@ from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.transports.base import Arrival, Update
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.types import VERSIONS, Count, ParamMeta, Wire
+from torchrl_ext.versions.owned import FilePlace
 from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import MappingSource, WeightSource, checked
+from torchrl_ext.weights.source import MappingSource, WeightSource
 
 __all__ = ["FILES", "Broadcast", "KeptTensors", "announce"]
 
@@ -46,26 +47,39 @@ class KeptTensors:
         """Return 0: nothing is written anywhere."""
         return 0
 
-    def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
-        """Keep the tensors of ``source`` themselves, and write a manifest of them.
+    def write_tensors(
+        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
+    ) -> tuple[dict[str, FilePlace], dict[str, int]]:
+        """Keep the tensors themselves.
 
         Raises:
             ManifestError: the source does not yield what it declares, or a name is taken.
         """
-        params, placed, tensors = source.params(), [], {}
-        if any(meta.name == FILES for meta in params):
+        if any(meta.name == FILES for meta in owned[rank]):
             raise ManifestError(
                 f"a parameter is called {FILES!r}, a name that the broadcast reserves for the files of a version",
                 state="nothing was sent",
                 hint="rename it with WeightSender(mapper=...), or take carrier='disk'",
             )
-        for meta, tensor in checked(source, params):
-            tensors[meta.name] = tensor
-            placed.append(Placed(meta=meta, file=_PLACE, checksum=tensor_digest(tensor)))
-        size = sum(meta.nbytes for meta in params)
-        manifest = Manifest(version=version, run_id=run_id, params=tuple(placed), files={_PLACE: size})
-        draft.write(MANIFEST, manifest.to_bytes())
+        tensors = {meta.name: tensor for meta, tensor in pairs}
+        placed = {name: (_PLACE, tensor_digest(tensor)) for name, tensor in tensors.items()}
         self.tensors = tensors
+        return placed, {_PLACE: sum(meta.nbytes for meta in owned[rank])}
+
+    def finish(
+        self,
+        draft: Draft,
+        files: Mapping[str, bytes],
+        version: int,
+        run_id: str,
+        params: Sequence[ParamMeta],
+        placed: Mapping[str, FilePlace],
+        sizes: Mapping[str, int],
+    ) -> Manifest:
+        """Write a manifest of the tensors."""
+        rows = (Placed(meta=meta, file=_PLACE, checksum=placed[meta.name][1]) for meta in params)
+        manifest = Manifest(version=version, run_id=run_id, params=tuple(rows), files=dict(sizes))
+        draft.write(MANIFEST, manifest.to_bytes())
         return manifest
 
     def open(self, number: int, manifest: Manifest) -> _Keyframe:

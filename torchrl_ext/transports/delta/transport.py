@@ -30,9 +30,8 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.compiled import compile_loops
-from torchrl_ext.versions.shards.copies import RankCopies, steps
-from torchrl_ext.versions.shards.own import OwnBlocks
-from torchrl_ext.versions.writer import Baseline, ChainWriter, Copies, WritesFull
+from torchrl_ext.versions.owned import Owned, WritesFull, steps
+from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.checkpoint import local_checkpoint
 from torchrl_ext.weights.source import WeightSource
 
@@ -58,9 +57,6 @@ class DeltaTransport(StandaloneTransport):
             are removed.
         shard_bytes: largest total size of the tensors in one file of a keyframe, in bytes.
         files: as in `DiskTransport`, for keyframes.
-        by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
-            (`WeightSource.shards`), and writes its own files of a version; workers read the files that they need.
-            Requires carrier ``"disk"`` and one of this library's own encodings.
         master_address, master_port, rank, world_size, device, secret: settings of the group of carrier
             ``"collective"``, as in `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
@@ -69,9 +65,8 @@ class DeltaTransport(StandaloneTransport):
         root: the directory, as an absolute path; or the URL.
 
     Raises:
-        ConfigError: the encoding is unknown (the message lists all); the carrier is unknown; there is a root with
-            carrier ``"collective"``, or no root with ``"disk"``; or ``by_shard`` does not support the carrier or the
-            encoding.
+        ConfigError: the encoding is unknown (the message lists all); the carrier is unknown; or there is a root with
+            carrier ``"collective"``, or no root with ``"disk"``.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -85,6 +80,7 @@ class DeltaTransport(StandaloneTransport):
     name: ClassVar[str] = "delta"
     carries_digests: ClassVar[bool] = True
     compares: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False  # each rank takes what it owns
 
     def __init__(
         self,
@@ -97,7 +93,6 @@ class DeltaTransport(StandaloneTransport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        by_shard: bool = False,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
         rank: int | None = 0,
@@ -119,12 +114,6 @@ class DeltaTransport(StandaloneTransport):
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
             )
         self._codec = make_codec(encoding)
-        if by_shard and (carrier != "disk" or self._codec.container != BLOCKS):
-            raise ConfigError(
-                f"by_shard with carrier {carrier!r} and encoding {encoding!r}",
-                expected="carrier 'disk', where every trainer rank writes files, and one of this library's encodings",
-                hint="transport 'sharded' moves blocks without files",
-            )
         run_id = self._run_id = uuid.uuid4().hex
         self._store: Store
         self._full: WritesFull
@@ -141,23 +130,18 @@ class DeltaTransport(StandaloneTransport):
         self._shared = SharedRoot(self._store, run_id)
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._chain = Chain(self._store, run_id)
-        self._own = OwnBlocks() if by_shard else None
-
-        def baseline() -> Baseline:
-            if self._own is None:
-                return Copies(self._codec)
-            return RankCopies(lambda: self.ranks.session, self._own, self._codec)
-
+        self._own = Owned(self._codec, self._full)
         self._writer = ChainWriter(
             self._store,
             self._chain,
             run_id,
-            container=self._codec.container,
-            full=self._full,
+            self._own,
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            baseline=baseline,
+            ranks=lambda: self.ranks.session,
+            alone=not self._store.joined or self._codec.container != BLOCKS,
+            timeout_s=timeout_s,
         )
         self._probed = False  # workers look for a probe until the first update
 
@@ -167,13 +151,9 @@ class DeltaTransport(StandaloneTransport):
         return tuple(encodings.names())
 
     @property
-    def gathers(self) -> bool:  # type: ignore[override]  # by shard, the writer orders the gathers of a keyframe
-        return self._own is None
-
-    @property
     def baseline_bytes(self) -> int:
         """Bytes of the newest version that this trainer process keeps as the baseline of deltas."""
-        return self._writer.baseline_bytes if self._own is None else self._own.nbytes
+        return self._own.nbytes
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin()
@@ -240,7 +220,7 @@ class DeltaTransport(StandaloneTransport):
         return Handoff(ahead=ahead, served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
 
     def rank_steps(self, source: WeightSource) -> Steps:
-        return {} if self._own is None else steps(self._own, source, self._store, self.ranks.rank, self._base)
+        return steps(self._own, source, self._store, self.ranks.rank, self._base, self.timeout_s)
 
     def latest_version(self) -> int:
         return self._chain.newest()

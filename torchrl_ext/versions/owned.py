@@ -1,0 +1,434 @@
+"""What a trainer rank owns of the newest version: whole parameters, which it compares, codes and writes by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Protocol, final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.blocks import BlockEncoding
+from torchrl_ext.codecs.patch import SparsePatch
+from torchrl_ext.codecs.pipeline import differences, worker_threads
+from torchrl_ext.codecs.streams import find
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.kernels.base import flat_bits, linear_keys, unsigned
+from torchrl_ext.stores import Store
+from torchrl_ext.stores.base import Draft
+from torchrl_ext.stores.delta_manifest import DIGEST
+from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.stores.table import ParamTable, unit_bytes
+from torchrl_ext.types import Count, Info, ParamMeta, Wire
+from torchrl_ext.versions.containers import BlockFiles, FileEncoding, code
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import position_digest
+from torchrl_ext.weights.shards.gather import Gather, Held
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["FilePlace", "FlatCopies", "Order", "Owned", "WritesFull", "Written", "steps"]
+
+_DIGESTED = 1 << 20  # bytes of copies that are digested together, while they lie in a cache
+
+
+FilePlace = tuple[str, str]
+"""The file that holds a tensor, and the xxh3-128 of the tensor's bytes (32 hex digits)."""
+
+
+class WritesFull(Protocol):
+    """Writes full versions (`torchrl_ext.versions.checkpoint_writer.FullWriter`)."""
+
+    def needed_bytes(self, source: WeightSource) -> int:
+        """Return about how many bytes a version of ``source`` takes."""
+
+    def write_tensors(
+        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
+    ) -> tuple[dict[str, FilePlace], dict[str, int]]:
+        """Write the tensors that a rank owns into ``draft``.
+
+        Args:
+            draft: of the version.
+            owned: the parameters that each rank owns.
+            rank: this one.
+            pairs: its tensors, in order.
+
+        Returns:
+            Where each of them lies, by name, and the size of each file.
+        """
+
+    def finish(
+        self,
+        draft: Draft,
+        files: Mapping[str, bytes],
+        version: int,
+        run_id: str,
+        params: Sequence[ParamMeta],
+        placed: Mapping[str, FilePlace],
+        sizes: Mapping[str, int],
+    ) -> Manifest:
+        """Write what stands beside the tensors, the manifest last, when every rank has written.
+
+        Args:
+            draft: of the version.
+            files: of the source.
+            version, run_id: of the manifest.
+            params: all of them, in order.
+            placed, sizes: as `write_tensors` returned them, of all ranks.
+        """
+
+
+class Order(Wire, frozen=True, kw_only=True):
+    """What every rank writes of a version.
+
+    Attributes:
+        place: of the draft (`torchrl_ext.stores.base.Draft.place`).
+        version: its number.
+        base: the version on which it is a delta; None for a full version alone.
+        prefix: of the delta's files.
+        keyframe: the version is a full one, also.
+    """
+
+    place: str
+    version: Count
+    base: Count | None
+    prefix: str
+    keyframe: bool
+
+
+class Written(Wire, frozen=True, kw_only=True):
+    """What one rank wrote of a version.
+
+    Attributes:
+        codecs: JSON of those of the delta.
+        files: bytes of the delta's files.
+        blocks: of dtype `BLOCK`, with numbers of these codecs and files.
+        changed: uint64, shape (parameters,): units that changed.
+        digests: uint64, shape (parameters, 2): of the parameters that the rank owns; 0 elsewhere.
+        placed: the file in which another container than blocks holds what changed, by parameter.
+        tensors, sizes: of the full version (`WritesFull.write_tensors`).
+    """
+
+    codecs: tuple[Info, ...] = ()
+    files: dict[str, Count] = msgspec.field(default_factory=dict)
+    blocks: bytes = b""
+    changed: bytes = b""
+    digests: bytes
+    placed: dict[str, str] = msgspec.field(default_factory=dict)
+    tensors: dict[str, FilePlace] = msgspec.field(default_factory=dict)
+    sizes: dict[str, Count] = msgspec.field(default_factory=dict)
+
+
+@final
+class FlatCopies:
+    """Host memory for streams of a table: one flat tensor for each.
+
+    Args:
+        table: has the streams.
+        pinned: in pinned memory.
+        owned: numbers of the streams that have memory; None for all.
+
+    Attributes:
+        table: has the streams.
+        bits: of each stream, 1-D; empty without memory.
+        parts: views of each stream's segments, of their shapes.
+    """
+
+    def __init__(
+        self,
+        table: ParamTable,
+        *,
+        pinned: bool = False,
+        owned: Collection[int] | None = None,
+    ) -> None:
+        self.table = table
+        self.bits: list[Tensor] = []
+        self.parts: list[list[Tensor]] = []
+        for number, stream in enumerate(table.streams):
+            if owned is not None and number not in owned:
+                self.bits.append(torch.empty(0))
+                self.parts.append([])
+                continue
+            scale = stream.dtype.itemsize // unit_bytes(stream.dtype)
+            size, sizes = stream.size // scale, (np.diff(stream.first) // scale).tolist()
+            flat = torch.empty(size, dtype=stream.dtype, device="cpu", pin_memory=pinned)
+            parts = list(flat.split(sizes))
+            for at, param in enumerate(stream.params.tolist()):
+                shape = table.params[param].shape
+                if len(shape) != 1:  # else it has the shape
+                    parts[at] = parts[at].view(shape)
+            self.parts.append(parts)
+            self.bits.append(flat_bits(flat))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all streams."""
+        return sum(bits.nbytes for bits in self.bits)
+
+    def words(self, stream: int, low: int, high: int) -> np.ndarray:
+        """Return the linear digests of parts ``low`` to below ``high`` of a stream: uint64, shape (parts, 2)."""
+        from torchrl_ext.kernels.host_loops import digest_runs
+
+        own = self.table.streams[stream]
+        first, found = own.first[low : high + 1], np.zeros((high - low, 2), DIGEST)
+        bits = unsigned(self.bits[stream][int(first[0]) : int(first[-1])])
+        addresses = bits.ctypes.data + (first[:-1] - first[0]) * bits.itemsize
+        digest_runs(addresses, np.zeros(high - low, np.int64), np.diff(first), bits[:0], linear_keys(), found)
+        return found
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the parts by the names of their parameters."""
+        streams = zip(self.table.streams, self.parts, strict=True)
+        rows = ((param, part) for stream, own in streams for param, part in zip(stream.params, own, strict=False))
+        return {self.table.params[param].name: part for param, part in rows}
+
+
+@final
+class Owned:
+    """Copies of the parameters that this rank owns, as they are in the newest version: what deltas are taken against.
+
+    They are on the host, pinned where the tensors are on a GPU.
+
+    While a version is being written they are neither the old one nor the new one, and stay so when the attempt fails;
+    rank 0 knows it, and has every rank write a full version next.
+
+    Args:
+        codec: the encoding of deltas.
+        full: writes full versions.
+
+    Attributes:
+        codec, full: as given.
+        table: all parameters, and the streams of their deltas: each has parameters of one owner.
+        digests: uint64, shape (parameters, 2): of those that this rank owns; 0 elsewhere.
+    """
+
+    def __init__(
+        self,
+        codec: FileEncoding | BlockEncoding,
+        full: WritesFull,
+    ) -> None:
+        self.codec, self.full = codec, full
+        self.table = ParamTable.of(())
+        self.digests = np.zeros((0, 2), DIGEST)
+        self._held: Held | None = None
+        self._gather: Gather | None = None
+        self._copies: FlatCopies | None = None
+        self._rank, self._owners = 0, 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return 0 if self._copies is None else self._copies.nbytes
+
+    @property
+    def held(self) -> Held:
+        """What this rank holds, since `look`."""
+        assert self._held is not None
+        return self._held
+
+    def look(self, source: WeightSource) -> bool:
+        """Look at what this rank holds now; return whether the parameters are shared out for it."""
+        self._held = Held(source, self._held)
+        return self._held.same and self._gather is not None
+
+    def share(self, held: Sequence[Info], rank: int, owners: int, timeout_s: float) -> None:
+        """Share the parameters out, and forget every copy.
+
+        Args:
+            held: what every rank holds (`Held.to_json`).
+            rank: this one.
+            owners: as many ranks own parameters.
+            timeout_s: of each wait for another rank.
+
+        Raises:
+            ManifestError: as `Gather`.
+        """
+        self._gather, self._copies, self.digests = None, None, np.zeros((len(self.held.params), 2), DIGEST)
+        params, streams = self.held.params, dict[tuple[int, torch.dtype], list[int]]()
+        gather = Gather(params, held, rank, owners, timeout_s)
+        for number, (owner, meta) in enumerate(zip(gather.owners, params, strict=True)):
+            streams.setdefault((owner, meta.dtype), []).append(number)
+        order = sorted(streams, key=lambda one: one[0])
+        self.table = ParamTable.of(params, [streams[one] for one in order])
+        self._streams = {number for number, (owner, _) in enumerate(order) if owner == rank}
+        self._gather, self._rank, self._owners = gather, rank, owners
+
+    def start(self, base: str) -> Written:
+        """Copy the own parameters from a checkpoint directory, as if this rank had written that.
+
+        Raises:
+            ConfigError: it lacks one of them, or has another one under its name.
+        """
+        checkpoint, number = CheckpointSource(base), self.table.number
+        found = {meta.name: meta for meta in checkpoint.params()}
+        own = {self.table.params[param].name: param for param in self._own()}
+        for name, param in own.items():
+            if found.get(name) != (meta := self.table.params[param]):
+                raise ConfigError(
+                    f"the base checkpoint holds {found.get(name, f'no {name}')}",
+                    expected=str(meta),
+                    hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
+                )
+        for _ in self._copied((number[meta.name], tensor) for meta, tensor in checked(checkpoint) if meta.name in own):
+            pass
+        return Written(digests=self.digests.tobytes())
+
+    def write(self, source: WeightSource, order: Order, draft: Draft) -> Written:
+        """Gather, compare, code and write what this rank owns; the copies become what ``source`` has now.
+
+        Where a part of the source alone may have changed (`WeightSource.part`), nothing else is looked at.
+
+        Args:
+            source: what is sent, at which `look` looked.
+            order: the version.
+            draft: of it.
+
+        Raises:
+            ConfigError: this rank has no copies to compare with.
+            ManifestError: the source does not yield what it declares, on this rank.
+            TransportError: another rank is gone.
+        """
+        assert self._gather is not None
+        params, part = self.table.params, source.part
+
+        def wanted(param: int) -> bool:
+            return order.base is None or part is None or params[param].name in part.names
+
+        if self._rank >= self._owners:
+            for _ in self._gather.tensors(self.held.dropped(), wanted):
+                pass
+            return Written(changed=np.zeros(len(params), DIGEST).tobytes(), digests=self.digests.tobytes())
+        if order.base is None:
+            with closing(self._gather.tensors(self.held.dropped())) as tensors:
+                placed, sizes = self._keyframe(draft, self._copied(tensors))
+            return Written(digests=self.digests.tobytes(), tensors=placed, sizes=sizes)
+
+        with closing(self._gather.tensors(self.held.dropped(), wanted)) as tensors:
+            if self._copies is None and self._own():
+                raise ConfigError("this rank has no copies of what it owns", hint="send a full version")
+            coded = self._patches if isinstance(self.codec, FileEncoding) else self._blocks
+            written = coded(tensors, order, draft)
+        if order.keyframe:
+            copies = {} if self._copies is None else self._copies.by_name()
+            placed, sizes = self._keyframe(draft, ((params[one], copies[params[one].name]) for one in self._own()))
+            written = msgspec.structs.replace(written, tensors=placed, sizes=sizes)
+        return written
+
+    def _own(self) -> list[int]:
+        assert self._gather is not None
+        return self._gather.owned(self._rank)
+
+    def _keyframe(
+        self, draft: Draft, pairs: Iterator[tuple[ParamMeta, Tensor]]
+    ) -> tuple[dict[str, FilePlace], dict[str, int]]:
+        assert self._gather is not None
+        owned = [[self.table.params[one] for one in self._gather.owned(rank)] for rank in range(self._owners)]
+        return self.full.write_tensors(draft, owned, self._rank, pairs)
+
+    def _blocks(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
+        assert isinstance(self.codec, BlockEncoding)
+        streams, segments = self.table.place
+        olds = [] if self._copies is None else self._copies.bits
+        placed = ((streams[param], segments[param], tensor) for param, tensor in tensors)
+        then = partial(code, self.table, self.codec)
+        files = BlockFiles(self.table, self._rank, self._owners)
+        blocks = find(self.table, olds, placed, then, threads=_threads(), follow=True)
+        with closing(blocks):
+            for name, data in files.laid(blocks):
+                draft.write(order.prefix + name, data)
+        self.digests = self.digests + files.words
+        return Written(
+            codecs=tuple({"name": kind} for kind in files.kinds),
+            files=files.sizes,
+            blocks=files.rows.tobytes(),
+            changed=files.changed.tobytes(),
+            digests=self.digests.tobytes(),
+        )
+
+    def _patches(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
+        assert isinstance(self.codec, FileEncoding)
+        copies = {} if self._copies is None else self._copies.by_name()
+        names = ((self.table.params[param].name, tensor) for param, tensor in tensors)
+        sizes, placed, changed = dict[str, int](), dict[str, str](), np.zeros(len(self.table.params), DIGEST)
+
+        def noted() -> Iterator[SparsePatch]:
+            for patch in differences((name, copies[name], tensor) for name, tensor in names):
+                if patch.changed:
+                    number = self.table.number[patch.meta.name]
+                    changed[number], self.digests[number] = patch.changed, position_digest(copies[patch.meta.name])
+                yield patch
+
+        for file, data, own in self.codec.files(order.version, noted()):
+            draft.write(order.prefix + file, data)
+            sizes[file] = len(data)
+            placed |= dict.fromkeys(own, file)
+        return Written(
+            codecs=(self.codec.to_json(),),
+            files=sizes,
+            changed=changed.tobytes(),
+            digests=self.digests.tobytes(),
+            placed=placed,
+        )
+
+    def _copied(self, tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[ParamMeta, Tensor]]:
+        """Copy tensors as they come, and yield the copies; `digests` are those of the copies when all have come."""
+        self.digests = np.zeros((len(self.table.params), 2), DIGEST)
+        streams, segments = self.table.place
+        at, low, high, waiting = 0, 0, 0, 0  # the copies that are digested next: those of a stream, from one to another
+        for param, tensor in tensors:
+            if self._copies is None:
+                self._copies = FlatCopies(self.table, pinned=tensor.is_cuda, owned=self._streams)
+            stream, segment = streams[param], segments[param]
+            copy = self._copies.parts[stream][segment]
+            copy.copy_(tensor)
+            if tensor.is_cuda:
+                self.digests[param] = position_digest(tensor)
+            else:
+                if (stream, segment) != (at, high) or waiting > _DIGESTED:
+                    self._digest(at, low, high)
+                    at, low, waiting = stream, segment, 0
+                high, waiting = segment + 1, waiting + tensor.nbytes
+            yield self.table.params[param], copy
+        self._digest(at, low, high)
+
+    def _digest(self, stream: int, low: int, high: int) -> None:
+        if low < high:
+            assert self._copies is not None
+            self.digests[self.table.streams[stream].params[low:high]] = self._copies.words(stream, low, high)
+
+
+def steps(
+    own: Owned, source: WeightSource, store: Store, rank: int, base: str | None, timeout_s: float
+) -> Mapping[str, Callable[[Info], Info | None]]:
+    """Return what a rank other than 0 does for each order of `torchrl_ext.versions.writer.ChainWriter`.
+
+    Args:
+        own: what this rank owns.
+        source: what is sent.
+        store: where versions are written.
+        rank: this one.
+        base: the checkpoint directory on which the first version is a delta.
+        timeout_s: of each wait for another rank.
+    """
+
+    def write(info: Info) -> Info:
+        order = Order.from_json(info, "what trainer rank 0 orders")
+        return own.write(source, order, store.join(order.place)).to_json()
+
+    return {
+        "look": lambda order: {"same": own.look(source)},
+        "held": lambda order: own.held.to_json(),
+        "share": lambda order: own.share(order["held"], rank, order["owners"], timeout_s),
+        "start": lambda order: own.start(base or order["base"]).to_json(),
+        "write": write,
+    }
+
+
+def _threads() -> int:
+    """Return how many threads code: this rank's share of the cores, where torchrun says how many ranks are here."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, worker_threads() // max(1, int(ranks) if ranks.isdigit() else 1))

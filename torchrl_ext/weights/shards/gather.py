@@ -1,0 +1,266 @@
+"""`Gather` brings each parameter to the trainer rank that owns it, and to no other: one at a time, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ManifestError, TransportError, why
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
+from torchrl_ext.weights.shards.sharing import disjoint, owners
+from torchrl_ext.weights.source import WeightSource
+
+__all__ = ["Gather", "Held"]
+
+
+@final
+class Held:
+    """What one rank holds of a model: its shards (`WeightSource.shards`), in order.
+
+    Args:
+        source: what is sent.
+        before: what it held when the shards were found to be sound the last time.
+
+    Attributes:
+        params: of the model.
+        rows: parameter, block and whether it gathers, of each shard.
+        shards: these, until they are `dropped`: they refer to the trainer's memory.
+        same: ``before`` holds the same elements of the same parameters.
+
+    Raises:
+        ManifestError: the shards are not sound (`checked_shards`).
+    """
+
+    def __init__(self, source: WeightSource, before: Held | None) -> None:
+        self.params, self.shards = source.params(), [*source.shards()]
+        self.rows = [(shard.meta, shard.block, shard.gathers) for shard in self.shards]
+        self.same = before is not None and (self.params, self.rows) == (before.params, before.rows)
+        for _ in () if self.same else checked_shards(self.shards, self.params):
+            pass
+
+    def to_json(self) -> Info:
+        """Return it for other ranks: ``params``, and of each shard ``[parameter, start, stop, whether it gathers]``."""
+        numbers = {meta.name: number for number, meta in enumerate(self.params)}
+        rows = [[numbers[meta.name], *block, int(gathers)] for meta, block, gathers in self.rows]
+        return {"params": [meta.to_json() for meta in self.params], "shards": rows}
+
+    def dropped(self) -> list[Shard]:
+        """Return the shards, and keep none of them."""
+        shards, self.shards = self.shards, []
+        return shards
+
+
+class _Piece(NamedTuple):
+    """A block of a parameter, the rank that gives it to the owner, and the number of the shard there."""
+
+    block: Block
+    rank: int
+    shard: int
+
+
+@final
+class Gather:
+    """The way of every parameter to its owner.
+
+    Ranks that hold replicas of what the owner lacks give different parameters, and what the owner has comes from
+    nowhere else. A shard that gathers is taken on every rank; the owner alone keeps it.
+
+    Args:
+        params: of the model.
+        held: what each rank holds, as `Held.to_json` says it.
+        rank: this one.
+        count: how many ranks own parameters: ranks 0 to below ``count``.
+        timeout_s: of each wait for another rank.
+
+    Attributes:
+        owners: the rank that owns each parameter.
+
+    Raises:
+        ManifestError: ranks do not send the same parameters, or nobody holds some elements; names the first.
+    """
+
+    def __init__(
+        self, params: Sequence[ParamMeta], held: Sequence[Info], rank: int, count: int, timeout_s: float
+    ) -> None:
+        _compare(held)
+        self._params, self._rank, self._timeout_s = params, rank, timeout_s
+        self.owners = owners(params, count)
+        holders: list[dict[Block, list[tuple[int, int]]]] = [{} for _ in params]
+        self._gathers = dict[int, int]()  # number of this rank's shard, by parameter
+        for one, shown in enumerate(held):
+            for number, (param, start, stop, gathers) in enumerate(shown["shards"]):
+                holders[param].setdefault(Block(tuple(start), tuple(stop)), []).append((one, number))
+                if gathers and one == rank:
+                    self._gathers[param] = number
+        self._pieces: list[list[_Piece]] = []
+        for param, (meta, own) in enumerate(zip(params, holders, strict=True)):
+            owner, pieces = self.owners[param], list[_Piece]()
+            for block, found in disjoint(meta, own).items() if param not in self._gathers else ():
+                giver = next((one for one in found if one[0] == owner), found[param % len(found)])
+                pieces.append(_Piece(block, *giver))
+            self._pieces.append(pieces)
+
+    def owned(self, rank: int) -> list[int]:
+        """Return the numbers of the parameters that a rank owns, in order."""
+        return [param for param, owner in enumerate(self.owners) if owner == rank]
+
+    def tensors(
+        self, shards: Sequence[Shard], wanted: Callable[[int], bool] = lambda param: True
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield number and tensor of each parameter that this rank owns, in order; every rank iterates.
+
+        This rank takes part to the end, also where it fails on the way or the caller stops: others wait for it.
+
+        Args:
+            shards: what this rank holds now.
+            wanted: which parameters are gathered; the same ones on every rank.
+
+        Raises:
+            ManifestError: a shard is not of its block's shape.
+            TransportError: another rank is gone, or takes no part within the timeout; names it.
+        """
+        failures = list[Exception]()
+        walk = self._walk(shards, wanted, failures)
+        try:
+            for param, tensor in walk:
+                if failures:
+                    break
+                yield param, tensor
+        finally:
+            for _ in walk:
+                pass
+        if failures:
+            raise failures[0]
+
+    def _walk(
+        self, shards: Sequence[Shard], wanted: Callable[[int], bool], failures: list[Exception]
+    ) -> Iterator[tuple[int, Tensor]]:
+        for param, meta in enumerate(self._params):
+            mine = self.owners[param] == self._rank
+            if param in self._gathers:  # wanted or not: such shards are taken in order, each once
+                tensor = _taken(shards[self._gathers[param]], failures)
+                if mine and wanted(param):
+                    yield param, tensor
+            elif wanted(param):
+                if mine:
+                    yield param, self._received(meta, self._pieces[param], shards, failures)
+                else:
+                    self._send(param, shards, failures)
+
+    def _received(
+        self, meta: ParamMeta, pieces: Sequence[_Piece], shards: Sequence[Shard], failures: list[Exception]
+    ) -> Tensor:
+        whole = Block.whole(meta.shape)
+        own = [(piece.block, _part(shards[piece.shard], piece.block, failures)) for piece in pieces if self._has(piece)]
+        if [block for block, _ in own] == [whole]:
+            return own[0][1]
+        others = [piece for piece in pieces if not self._has(piece)]
+        device = _device() if others else None if not own else own[0][1].device
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        waits, copies = [], []
+        for piece in others:
+            part = tensor[piece.block.within(whole)]
+            room = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+            waits.append((torch.distributed.irecv, byte_view(room), piece.rank))
+            copies += [] if room is part else [(part, room)]
+        self._run(waits)
+        for block, part in own:
+            tensor[block.within(whole)].copy_(part)
+        for part, room in copies:
+            part.copy_(room)
+        return tensor
+
+    def _send(self, param: int, shards: Sequence[Shard], failures: list[Exception]) -> None:
+        parts = [
+            byte_view(_part(shards[piece.shard], piece.block, failures).to(_device()))
+            for piece in self._pieces[param]
+            if self._has(piece)
+        ]
+        self._run([(torch.distributed.isend, part, self.owners[param]) for part in parts])
+
+    def _has(self, piece: _Piece) -> bool:
+        return piece.rank == self._rank
+
+    def _run(self, transfers: Sequence[tuple[Any, Tensor, int]]) -> None:
+        if not transfers:
+            return
+        from torch.distributed import P2POp, batch_isend_irecv
+
+        try:
+            for work in batch_isend_irecv([P2POp(*one) for one in transfers]):
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            peers = ", ".join(str(rank) for *_, rank in transfers)
+            raise TransportError(
+                f"trainer rank {peers} took no part in a gather within {self._timeout_s:g} s, or is gone: {why(error)}",
+                expected="every trainer rank, until the version is written",
+                state="nothing was published",
+                hint="check the trainer's ranks; torch's process group may be of no more use to them",
+            ) from error
+
+
+def _taken(shard: Shard, failures: list[Exception]) -> Tensor:
+    """Return a shard's elements; where that fails, note why, and return others, for which another rank may wait."""
+    try:
+        tensor = shard.take().detach().resolve_conj().resolve_neg()
+        if tuple(tensor.shape) != shard.block.shape:
+            raise ManifestError(
+                f"a shard of {shard.meta.name!r} gives a tensor of shape {tuple(tensor.shape)}",
+                expected=f"{shard.block.shape}, as its block says",
+            )
+        return tensor.to(shard.meta.dtype)
+    except Exception as error:  # noqa: BLE001 - raised when every rank has what it waits for
+        failures.append(error)
+        return torch.zeros(shard.block.shape, dtype=shard.meta.dtype)
+
+
+def _part(shard: Shard, block: Block, failures: list[Exception]) -> Tensor:
+    return _taken(shard, failures)[block.within(shard.block)]
+
+
+def _device() -> torch.device:
+    """Return where the trainer's process group moves tensors: on the accelerator, if it can, else on the host."""
+    from torch.distributed import get_backend_config, get_default_backend_for_device
+
+    found = torch.accelerator.current_accelerator()
+    if found is not None and f"{found.type}:{get_default_backend_for_device(found)}" in get_backend_config():
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def _compare(held: Sequence[Info]) -> None:
+    """Compare what ranks say of the parameters, and of what gathers, with what rank 0 says.
+
+    Raises:
+        ManifestError: names the first that differs, and the rank.
+    """
+    params, gathered = held[0]["params"], _gathering(held[0])
+    for rank, other in enumerate(held[1:], 1):
+        what, ours, theirs = "parameter", [_meta(row) for row in params], [_meta(row) for row in other["params"]]
+        if ours == theirs:
+            what, ours, theirs = "shard that is gathered", gathered, _gathering(other)
+        if ours == theirs:
+            continue
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        number = next((at for at, (one, two) in pairs if one != two), min(len(ours), len(theirs)))
+        here, there = ((one[number] if number < len(one) else "none") for one in (ours, theirs))
+        raise ManifestError(
+            f"{what} {number} is {there} on trainer rank {rank}, and {here} on rank 0",
+            expected="the same on every rank",
+            state="nothing was sent",
+            hint="send the same model on every rank",
+        )
+
+
+def _meta(row: Sequence[Any]) -> str:
+    return str(ParamMeta.from_json((row[0], row[1], row[2])))
+
+
+def _gathering(held: Info) -> list[str]:
+    return [held["params"][param][0] for param, *_, gathers in held["shards"] if gathers]
