@@ -170,9 +170,9 @@ class Watched(TorchKernels):
 
     digested, losing = 0, False
 
-    def words(self, piece, digest):
+    def words(self, piece):
         self.digested += piece.destination.numel()
-        return super().words(piece, digest)
+        return super().words(piece)
 
     def scatter(self, target, offsets, values):
         super().scatter(target.clone() if self.losing else target, offsets, values)
