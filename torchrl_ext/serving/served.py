@@ -152,4 +152,4 @@ def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], **setting
         url = urls[plan.name]
         planned = EngineInfo(url=url, kind=plan.kind, num_gpus=len(plan.gpus), model=plan.model_path)
         infos.append(replace(found.get(url, planned), kind=plan.kind, worker_type=plan.worker_type))
-    return Routing(infos, name=model.name, update_weights=model.update_weights, **settings)
+    return Routing(infos, name=model.name, update_weights=model.update_weights and bool(infos), **settings)
