@@ -246,7 +246,11 @@ def ray_engine(
     """
     _the_ray()
     how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache}
-    limits = {"timeout_s": timeout_s, "load_timeout_s": load_timeout_s, "start_timeout_s": start_timeout_s}
+    limits: dict[str, Any] = {
+        "timeout_s": timeout_s,
+        "load_timeout_s": load_timeout_s,
+        "start_timeout_s": start_timeout_s,
+    }
     if isinstance(engine, (list, tuple)):
         return Pool([ray_engine(one, pick=pick, **how, **limits) for one in engine])
     if is_torchrl(engine, "LocalLLMWrapper"):
