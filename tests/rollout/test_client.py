@@ -123,24 +123,6 @@ def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_
                 client.generate([[7]])
 
 
-PAUSED = "Generation is paused. Please retry after it resumes."  # vLLM 0.33, in modes "abort" and "wait"
-
-
-def test_a_request_that_a_paused_engine_refuses_waits_for_the_end_of_the_pause_and_nobody_is_avoided():
-    paused = (503, {"error": {"message": PAUSED, "type": "ServiceUnavailableError", "code": 503}})
-    with FakeEngine("vllm") as engine:
-        good = (200, {"choices": [part(2, reason="stop")]})
-        engine.answers[ROUTE] = in_turn((200, {"choices": [part(1)]}), paused, paused, good)
-        with closing(InferenceClient(engine.url)) as client:
-            assert client.generate([[7]])[0].token_ids == (1, 2)
-        assert [call.body["token_ids"] for call in engine.calls] == [[7], *[[7, 1]] * 3]
-        engine.answers[ROUTE] = paused
-        late = pytest.raises(DeadlineError, match="Generation is paused")
-        with closing(InferenceClient(engine.url, timeout_s=0.5)) as client, late:
-            client.generate([[7]])
-        assert not client._requests._retired
-
-
 def test_a_session_is_named_with_each_of_its_requests_to_either_make_of_router():
     with FakeEngine("vllm") as router, closing(InferenceClient(router.url)) as client:
         router.answers[ROUTE] = lambda body: (200, {"choices": [part(1, reason="stop")]})

@@ -30,10 +30,8 @@ __all__ = ["Requests", "back_off", "targets"]
 log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
-_UNAVAILABLE = 503
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
-_MOST_WAITS = 3  # back-off of at most 0.4 s while an update pauses engines
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -61,8 +59,7 @@ class Requests:
     """Sends each request to the target with the fewest in flight; works from any event loop, and after a fork.
 
     Failover and aborts are as for `InferenceClient`. A refusal other than HTTP 429, 500 and 502 to 504 is raised at
-    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again. An
-    engine that refuses a request while an update pauses it (vLLM 0.33) has not failed, and is asked again.
+    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again.
 
     Args:
         targets: at least one dialect, by base address.
@@ -239,20 +236,18 @@ class Requests:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
                     failed[url] = error
-                    if not _is_paused(error):
-                        self._retired[url] = time.monotonic() + self._retire_s
+                    self._retired[url] = time.monotonic() + self._retire_s
                 else:
                     self._retired.pop(url, None)
                     return found
             if len(failed) == len(self._targets):
                 why, attempt = self._joined(failed), next(attempts)
-                waits = any(map(_is_paused, failed.values()))
-                if not self._persistent and not waits:
+                if not self._persistent:
                     raise why
-                if not waits and time.monotonic() - self._warned >= _SILENCE_S:
+                if time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
                     log.warning("requests got no answer and are sent again: %s", why)
-                await back_off(min(attempt, _MOST_WAITS) if waits else attempt, until, why)
+                await back_off(attempt, until, why)
                 failed.clear()
 
     @asynccontextmanager
@@ -292,13 +287,6 @@ class Requests:
         joined = EngineUnreachableError(what, hint=hint)
         joined.__cause__ = errors[-1]
         return joined
-
-
-def _is_paused(error: EngineError) -> bool:
-    """Return whether a paused engine refused a request, as vLLM 0.33 does in pause modes ``abort`` and ``wait``."""
-    if not isinstance(error, EngineRefusedError):
-        return False
-    return error.status == _UNAVAILABLE and "generation is paused" in error.reason.lower()
 
 
 async def back_off(attempt: int, until: float, why: EngineError) -> None:
