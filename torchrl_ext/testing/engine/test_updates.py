@@ -99,9 +99,11 @@ def test_tied_weights(engine: Subject) -> None:
 
 
 def test_partial_update(engine: Subject) -> None:
-    """An update of some tensors leaves the engine as an update of all of them does."""
+    """An update of some tensors, alone where a transport sends parts, leaves the engine as one of all of them does."""
     names = [name for name in engine.start if "layers.1." in name] or list(engine.start)[:1]
-    if not engine.sender._transport.parts or not engine.sender.update_weights(engine.changed(names), only=names).part:
+    alone = engine.sender._transport.parts
+    report = engine.sender.update_weights(engine.changed(names), only=names if alone else None)
+    if alone and not report.part:
         pytest.skip("not applicable: by this transport the engine takes whole versions only")
     assert engine.off(engine.cold) > engine.visible, "the part changes no output"
     part = engine.client.logprobs(engine.prompts)
