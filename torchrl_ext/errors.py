@@ -75,7 +75,7 @@ class ConcurrentUpdateError(TransportError):
 
 
 class StoreError(TransportError):
-    """A directory or an object store could not be read or written (no space, no permission, not visible)."""
+    """A directory or a remote store could not be read or written (no space, no permission, not visible)."""
 
 
 class EngineError(WeightSyncError):

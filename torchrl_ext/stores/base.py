@@ -6,11 +6,9 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
-
-import xxhash
 
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.files import OpenFile
@@ -108,31 +106,9 @@ class Store(ABC):
         """
         return _InMemory(f"{self.url}/{key}", self.get(key))
 
-    def stamp(self, key: str) -> str | None:
-        """Return a text that changes whenever the value is put again, if possible without reading the value.
-
-        Returns:
-            None if the key does not exist.
-
-        Raises:
-            StoreError: the store cannot tell.
-        """
-        try:
-            return xxhash.xxh3_128_hexdigest(self.get(key))
-        except FileNotFoundError:
-            return None
-
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
         """Return the sorted names directly under ``folder``, without temporary files; [] if there are none."""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size in bytes of each value directly under ``folder``, by name; {} if there are none."""
-        found = {}
-        for name in self.list(folder):
-            with suppress(FileNotFoundError):  # a folder
-                found[name] = self.open(f"{folder}/{name}").nbytes
-        return found
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -247,14 +223,6 @@ class MemoryStore(Store):
         names = {key[len(prefix) :].split("/")[0] for key in list(self._values) if key.startswith(prefix)}
         return sorted(name for name in names if not name.startswith("."))
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        return {name: len(data) for name, data in self.files(folder).items() if "/" not in name}
-
-    def files(self, folder: str) -> dict[str, bytes]:
-        """Return every value under a folder by its name there, including subfolders."""
-        prefix = f"{checked_key(folder)}/"
-        return {key[len(prefix) :]: data for key, data in list(self._values.items()) if key.startswith(prefix)}
-
     def delete(self, key: str) -> None:
         inside = f"{checked_key(key)}/"
         for known in list(self._values):
@@ -263,7 +231,7 @@ class MemoryStore(Store):
 
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        if self.files(folder):
+        if self.list(folder):
             raise StoreError(
                 f"{folder} exists already in {self.url}",
                 state="nothing was written",

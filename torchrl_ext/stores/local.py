@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
@@ -225,15 +224,6 @@ class LocalStore(Store):
         except OSError as error:
             raise self._failed("read", error) from error
 
-    def stamp(self, key: str) -> str | None:
-        try:
-            found = os.stat(f"{self.url}/{checked_key(key)}")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise self._failed("read", error) from error
-        return f"{found.st_ino} {found.st_ctime_ns} {found.st_size}"
-
     def list(self, folder: str = "") -> list[str]:
         try:
             found = os.listdir(f"{self.url}/{checked_key(folder)}" if folder else self.url)
@@ -246,19 +236,6 @@ class LocalStore(Store):
             if not name.startswith("."):
                 names.append(name)
         return names
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        found = {}
-        for name in self.list(folder):
-            try:
-                status = os.stat(f"{self.url}/{folder}/{name}")
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise self._failed("list", error) from error
-            if stat.S_ISREG(status.st_mode):
-                found[name] = status.st_size
-        return found
 
     # its helpers
 

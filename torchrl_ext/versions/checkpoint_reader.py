@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 
@@ -53,7 +53,7 @@ class PublishedVersion:
             manifest = found.full
         self.number, self.manifest = number, manifest
         self._files: dict[str, TensorFile] = {}
-        self._verified: set[str] = set()
+        self._verified = False
         folder = version_name(number)
         self.path = f"{store.url}/{folder}"
         try:
@@ -114,17 +114,16 @@ class PublishedVersion:
                 state="nothing was read",
             )
 
-    def verify(self, names: Collection[str] | None = None) -> None:
-        """Verify the checksum of every tensor, or of these, unless an earlier call did.
+    def verify(self) -> None:
+        """Verify the checksum of every tensor, unless an earlier call did.
 
         Raises:
             IntegrityError: names the first tensor whose bytes differ, and its file.
         """
         scratch = torch.empty(max((file.chunk_bytes for file in self._files.values()), default=0), dtype=torch.uint8)
-        for batch in self._batches(placed for placed in self._of(names) if placed.meta.name not in self._verified):
-            for placed in batch:
-                self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
-                self._verified.add(placed.meta.name)
+        for placed in () if self._verified else self.manifest.params:
+            self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
+        self._verified = True
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor in order, each verified first; the next ones are read meanwhile.
@@ -138,7 +137,7 @@ class PublishedVersion:
         """
         if into:
             self.verify()
-        batches = self._batches(self.manifest.params)
+        batches = self._batches()
         with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
             pending = ahead.submit(self._read, batches[0], into)
             for following in (*batches[1:], []):
@@ -147,18 +146,15 @@ class PublishedVersion:
                 while read:  # the consumer alone holds on to what it was given
                     yield read.popleft()
 
-    def _of(self, names: Collection[str] | None) -> Iterator[Placed]:
-        return (placed for placed in self.manifest.params if names is None or placed.meta.name in names)
-
     def close(self) -> None:
         """Close the files. May be called twice."""
         for file in self._files.values():
             file.close()
 
-    def _batches(self, rows: Iterable[Placed]) -> list[list[Placed]]:
+    def _batches(self) -> list[list[Placed]]:
         """Return tensors in order, as many together as are read together."""
         batches, held = list[list[Placed]]([[]]), 0
-        for placed in rows:
+        for placed in self.manifest.params:
             if batches[-1] and held + placed.meta.nbytes > _BATCH_BYTES:
                 batches.append([])
                 held = 0

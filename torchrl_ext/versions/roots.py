@@ -13,6 +13,7 @@ from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.versions import BESIDE
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_route import OpenRoute
@@ -77,8 +78,8 @@ class Reader:
     def beside(self, number: int) -> dict[str, bytes]:
         """Return the files that make a checkpoint of the weights of a full version, by name."""
         folder = version_name(number)
-        names = (name for name in self.store.sizes(folder) if not name.endswith((".safetensors", ".index.json")))
-        return {name: self.store.get(f"{folder}/{name}") for name in names if name != MANIFEST}
+        names = (name for name in self.store.list(folder) if not name.endswith((".safetensors", ".index.json")))
+        return {name: self.store.get(f"{folder}/{name}") for name in names if name not in (MANIFEST, BESIDE)}
 
     def summary(self, number: int) -> Info:
         """Return kind, base, bytes, encodings, density and run of a version; JSON-safe.

@@ -17,6 +17,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.versions import BESIDE
 from torchrl_ext.transports.base import Arrival, Update
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.types import VERSIONS, Count, ParamMeta, Wire
@@ -141,7 +142,7 @@ def announce(group: VLLMCollectiveTransport, store: Store, full: KeptTensors, ve
         TransportError, DeadlineError: a worker is gone or does not answer; names its rank.
     """
     folder = version_name(version)
-    files = {name: store.get(f"{folder}/{name}") for name in sorted(store.sizes(folder))}
+    files = {name: store.get(f"{folder}/{name}") for name in store.list(folder) if name != BESIDE}
     packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
     source = MappingSource({**full.tensors, FILES: packed})
     handoff = group.prepare(Update(source=source, version=version), within)
