@@ -196,11 +196,8 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
 
     def _remember(self, histories: Sequence[Any], versions: Sequence[int]) -> None:
         with self._counting:
-            for history, version in zip(histories, versions, strict=True):
-                said = _said(history)
-                self._first[said] = max(
-                    version, self._first.pop(said, version)
-                )  # the newest of those that say the same
+            for said, version in zip(map(_said, histories), versions, strict=True):
+                self._first[said] = max(version, self._first.pop(said, version))  # two conversations may say the same
             while len(self._first) > _CONVERSATIONS:
                 del self._first[next(iter(self._first))]
 
