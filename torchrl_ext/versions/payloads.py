@@ -161,7 +161,7 @@ def incomplete(
     if name is None:
         rows = manifest.blocks[manifest.blocks["file"] == [*manifest.files].index(file)]
         lost = rows[rows["offset"] + rows["nbytes"] > (found or 0)]
-        placed = (tensor for tensor, one in manifest.placed.items() if one.file == file)
+        placed = (tensor for tensor, one in manifest.placed.items() if one == file)
         name = _name(manifest, lost[0]) if lost.size else next(placed, None)
     if found is None:
         what = f"{where}/{file} is missing" + (f", which holds tensor {name!r}" if name else "")

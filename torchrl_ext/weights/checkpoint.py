@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -182,8 +182,8 @@ class CheckpointSource(WeightSource):
         self._params: tuple[ParamMeta, ...] = ()
         for name in names:
             self._see(name)
-            with closing(self._open(name)) as file:  # again for each pass: hundreds of files are not kept open
-                file.no_payloads()
+            file = self._open(name)
+            file.close()  # opened again for each pass: hundreds of files are not kept open
             kept = [meta for meta in file.params() if where is None or where.get(meta.name) == name]
             for meta in kept:
                 if meta.name in self._files:

@@ -197,7 +197,7 @@ class TensorFile:
                 raise self._damaged(f"claims a header of {length:,} bytes")
             text, self._begin = bytearray(length), 8 + length
             self._fill(memoryview(text), 8)
-            self.entries, self._metadata = parse_header(text, self.nbytes - self._begin)
+            self.entries, _ = parse_header(text, self.nbytes - self._begin)
         except HEADER_DAMAGE as error:
             self.close()
             raise self._damaged(f"has a header that cannot be read: {error}") from None
@@ -208,26 +208,6 @@ class TensorFile:
     def params(self) -> tuple[ParamMeta, ...]:
         """Return what the file holds, in the order of its header."""
         return tuple(meta for meta, _ in self.entries.values())
-
-    def no_payloads(self) -> None:
-        """Make sure that this is no file of deltas of another library: bytes by name, with checksums as metadata.
-
-        Raises:
-            IntegrityError: it is one.
-        """
-        payloads = (
-            name
-            for name, (meta, _) in self.entries.items()
-            if name in self._metadata and meta.dtype == torch.uint8 and len(meta.shape) == 1
-        )
-        name = next(payloads, None)
-        if name is not None:
-            raise IntegrityError(
-                f"{self.path} holds changes of {name!r}, not the tensor",
-                expected="whole tensors, as a checkpoint has",
-                state="nothing was read",
-                hint="name a full version; if the index lists this file as one, the index is damaged",
-            )
 
     def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
         """Read one tensor; return it with the xxh3-128 of the bytes that were read (32 hex digits).

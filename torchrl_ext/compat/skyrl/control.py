@@ -195,7 +195,8 @@ class EngineControl:
     async def _state_after(self, what: str, call: Callable[[Pool], object], **settings: Any) -> dict[str, Info]:
         def called(fleet: Pool) -> list[Info]:
             call(fleet)
-            answers = [getattr(engine.port, "answer", {}) for engine in fleet.engines]
+            members: Sequence[Any] = fleet.engines
+            answers = [getattr(engine.port, "answer", {}) for engine in members]
             rows = zip(answers, fleet.rows(), strict=True)
             return [{"status": 200, "body": {**answer, "status": row.state}} for answer, row in rows]
 
