@@ -197,20 +197,22 @@ class Requests:
                 await back_off(next(attempts), until, error)
             (answer,) = await self._ask(partial.remaining(), until)
 
-    async def _ask_at(self, url: str, request: GenerationRequest, until: float) -> list[Generation]:
-        """Return the answer of one target."""
-        dialect = self._targets[url]
-        route, body = dialect.route, {**dialect.body(request), **request.fields}
-        answer = await self._post(url, route, body, request.session_id, until)
-        where = url + route
-        try:
-            found = dialect.read(answer)
-        except _UNREADABLE as error:
-            expected = "tokens as this kind of engine gives them"
-            raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected) from None
-        if len(found) != request.n:
-            raise EngineRefusedError(f"{where} gave {len(found)} continuations", expected=str(request.n))
-        return found
+    async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
+        async def ask(url: str) -> list[Generation]:
+            dialect = self._targets[url]
+            route, body = dialect.route, {**dialect.body(request), **request.fields}
+            answer = await self._post(url, route, body, request.session_id, until)
+            where = url + route
+            try:
+                found = dialect.read(answer)
+            except _UNREADABLE as error:
+                expected = "tokens as this kind of engine gives them"
+                raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected) from None
+            if len(found) != request.n:
+                raise EngineRefusedError(f"{where} gave {len(found)} continuations", expected=str(request.n))
+            return found
+
+        return await self._of_any(ask, until)
 
     async def _post(self, url: str, route: str, body: Any, session_id: Any, until: float) -> Any:
         headers = {} if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
@@ -223,13 +225,13 @@ class Requests:
             expected, status = f"an engine with the route {route}", error.status
             raise RouteAbsent(error.what, expected=expected, hint=hint, status=status, reason=error.reason) from None
 
-    async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
-        """Return the answer of the first target that gives one."""
+    async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
+        """Return the result of ``call`` for the first target where it succeeds."""
         failed, attempts = dict[str, EngineError](), itertools.count()
         while True:
             async with self._turn(failed, until) as url:
                 try:
-                    found = await self._ask_at(url, request, until)
+                    found = await call(url)
                 except (EngineUnreachableError, EngineRefusedError) as error:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
