@@ -150,8 +150,8 @@ def test_a_damaged_block_is_named_by_the_workers_that_read_it_and_harms_no_other
     delta = Chain(LocalStore(tmp_path)).version(2).delta
     stream, segment = (places[delta.table.number["gate"]] for places in delta.table.place)
     start = int(delta.table.streams[stream].first[segment])
-    own = (delta.blocks["stream"] == stream) & (delta.blocks["start"] + delta.blocks["size"] > start)
-    row = delta.blocks[own][0]  # of its first rows
+    there = (delta.blocks["stream"] == stream) & (delta.blocks["start"] + delta.blocks["size"] > start)
+    row = delta.blocks[there][0]  # of its first rows
     flip(tmp_path / "weight_v000002" / [*delta.files][row["file"]], int(row["offset"]) + 9)
     before = {name: live.clone() for name, live in first.live.items()}
     with pytest.raises(IntegrityError, match=r"tensor 'gate' in .* is damaged"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,7 +69,6 @@ class ChainWriter:
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
         keep_files: never remove old versions.
-        ranks: returns the others.
         alone: rank 0 owns everything; the others give it what they hold.
         timeout_s: of each wait for another rank.
     """
@@ -84,13 +83,12 @@ class ChainWriter:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        ranks: Callable[[], Ranks] = Alone,
         alone: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         self._store, self._chain, self._run_id, self._own = store, chain, run_id, own
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
-        self._ranks, self._alone, self._timeout_s = ranks, alone, timeout_s
+        self._alone, self._timeout_s = alone, timeout_s
         self._version: Held | None = None  # the version that the ranks' copies are
         self._digests = np.empty((0, 2), DIGEST)  # of all parameters of the newest version
         self._files: dict[str, bytes] = {}  # of the base
@@ -98,11 +96,12 @@ class ChainWriter:
         self._since_keyframe, self._acknowledged = 0, True
         self.rank_bytes: tuple[int, ...] = ()
 
-    def publish(self, source: WeightSource, version: int, *, keyframe: bool = False) -> DeltaManifest | None:
+    def publish(self, source: WeightSource, version: int, ranks: Ranks | None = None) -> DeltaManifest | None:
         """Publish ``source`` as version ``version``, and return its delta; None for a keyframe without one.
 
-        It is a keyframe where ``keyframe`` says so, or one is due. Where a part of the source alone may have changed
-        since the version before (`WeightSource.part`), nothing else is looked at, and all else stays as it was.
+        ``ranks`` are the trainer's others, if there are any; each of them writes what it owns. Where a part of the
+        source alone may have changed since the version before (`WeightSource.part`), nothing else is looked at, and all
+        else stays as it was.
 
         After an attempt that fails, which leaves nothing in the store, the next version is a keyframe. So it is after a
         version that not every engine acknowledged, since a delta on that one may be of no use; and where the version
@@ -114,12 +113,12 @@ class ChainWriter:
             ManifestError: the source does not yield what it declares, or ranks send other parameters.
             WeightSyncError: another rank failed, or did not answer.
         """
-        ranks = self._ranks()
+        ranks = ranks or Alone()
         self._share(ranks, source)
         base = self._version
         if base is not None and not (base[1] < version and (base[1] == 0 or base[1] in self._chain.numbers())):
             base = None
-        keyframe |= base is None or not self._acknowledged or 0 < self._keyframe_every <= self._since_keyframe + 1
+        keyframe = base is None or not self._acknowledged or 0 < self._keyframe_every <= self._since_keyframe + 1
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, self._version, manifest = False, None, None

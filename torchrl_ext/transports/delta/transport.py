@@ -139,7 +139,6 @@ class DeltaTransport(StandaloneTransport):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            ranks=lambda: self.ranks.session,
             alone=not self._store.joined or self._codec.container != BLOCKS,
             timeout_s=timeout_s,
         )
@@ -205,7 +204,7 @@ class DeltaTransport(StandaloneTransport):
         if self._chain.own():
             self._writer.forget()
             self._shared.moved()
-        delta = self._writer.publish(update.source, update.version)
+        delta = self._writer.publish(update.source, update.version, self.ranks.session)
         self._connected = True
         if delta is not None:
             elements = sum(map(math.prod, map(attrgetter("shape"), update.params)))
