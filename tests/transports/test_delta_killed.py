@@ -11,9 +11,10 @@ import torch
 
 from tests.processes import calling, running_python
 from tests.transports.chains import same, step, trainer_at, weights
-from tests.transports.members import Interrupted, stop
-from torchrl_ext.stores import Chain
+from tests.transports.members import stop
+from torchrl_ext.stores import Chain, local
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.versions import checkpoint_writer
 
 
 class TestKilled:
@@ -36,13 +37,15 @@ class TestKilled:
 
 def killed_trainer(root, point):
     own = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
-    trainer = trainer_at(root, keyframe_every=3 if point == "in a keyframe" else 0)
+    trainer = trainer_at(root, keyframe_every=2 if point == "in a keyframe" else 0)
     for _ in range(2):
         trainer.send_weights(own)
         own["x"] += 1
-    if point.startswith("in"):
-        trainer.send_weights(Interrupted(own, 1, stop))
-    if point == "before the rename":
+    if point == "in a delta":
+        local._LocalDraft.write = stop
+    elif point == "in a keyframe":
+        checkpoint_writer.write_shards = stop
+    elif point == "before the rename":
         os.rename = stop
     else:
         Chain.advance = stop

@@ -62,6 +62,7 @@ def chain(tmp_path, monkeypatch):
         history[version] = {name: tensor.clone() for name, tensor in own.items()}
         for tensor in own.values():
             tensor[torch.rand(tensor.shape) < 0.3] += 1
+    trainer.shutdown()
     store = CountingStore(tmp_path / "root")
     reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
     reader.retain(lambda name: True)
