@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar, final
@@ -108,7 +108,7 @@ def find(
     *,
     threads: int,
     follow: bool = False,
-) -> Iterator[_Result]:
+) -> Generator[_Result, None, None]:
     """Find what changed in a model, block by block.
 
     Args:

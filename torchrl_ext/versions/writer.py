@@ -189,7 +189,7 @@ class ChainWriter:
             codecs=tuple(codecs),
             files=files,
             table=self._own.table,
-            changed=sum(np.frombuffer(one.changed, DIGEST) for one in written),
+            changed=np.sum([np.frombuffer(one.changed, DIGEST) for one in written], axis=0, dtype=DIGEST),
             digests=self._digests,
             base_digests=before[: None if base[1] == 0 else 0],
             blocks=np.concatenate(rows),
@@ -231,5 +231,5 @@ class ChainWriter:
 
 def _summed(written: Sequence[Written]) -> np.ndarray:
     """Return the digests of all parameters: each rank has those of its own, and 0 elsewhere."""
-    found: np.ndarray = sum(np.frombuffer(one.digests, DIGEST).reshape(-1, 2) for one in written)
-    return found
+    found: np.ndarray = np.sum([np.frombuffer(one.digests, DIGEST) for one in written], axis=0, dtype=DIGEST)
+    return found.reshape(-1, 2)

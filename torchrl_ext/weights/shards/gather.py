@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -112,7 +112,7 @@ class Gather:
 
     def tensors(
         self, shards: Sequence[Shard], wanted: Callable[[int], bool] = lambda param: True
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Generator[tuple[int, Tensor], None, None]:
         """Yield number and tensor of each parameter that this rank owns, in order; every rank iterates.
 
         This rank takes part to the end, also where it fails on the way or the caller stops: others wait for it.
