@@ -179,6 +179,11 @@ class Session:
         self._keys: list[str] = []
         self._prefix = "" if notes is None else f"{notes.begun(1)}/"
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are no others."""
+        return not self._others
+
     def order(self, step: str, /, **args: Any) -> None:
         """Let every other rank run ``step``, also if this rank fails meanwhile.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Protocol, final
@@ -214,10 +214,12 @@ class Owned:
         self.codec, self.full = codec, full
         self.table = ParamTable.of(())
         self.digests = np.zeros((0, 2), DIGEST)
-        self._held: Held | None = None
+        self._params: tuple[ParamMeta, ...] = ()
+        self._held: Held | None = None  # None without other ranks
         self._gather: Gather | None = None
         self._copies: FlatCopies | None = None
-        self._rank, self._owners = 0, 1
+        self._shared = self._alone = False
+        self._rank, self._owners, self._own = 0, 1, list[int]()
 
     @property
     def nbytes(self) -> int:
@@ -230,16 +232,26 @@ class Owned:
         assert self._held is not None
         return self._held
 
-    def look(self, source: WeightSource) -> bool:
-        """Look at what this rank holds now; return whether the parameters are shared out for it."""
-        self._held = Held(source, self._held)
-        return self._held.same and self._gather is not None
+    def look(self, source: WeightSource, *, alone: bool = False) -> bool:
+        """Look at what this rank holds now; return whether the parameters are shared out for it.
+
+        Args:
+            source: what is sent.
+            alone: there are no other ranks, so this one gathers nothing, and its blocks may be any.
+        """
+        before, self._params = self._params, source.params()
+        if alone:
+            self._held, same = None, before == self._params
+        else:
+            self._held = Held(source, self._held)
+            same = self._held.same
+        return same and self._shared and alone == self._alone
 
     def share(self, held: Sequence[Info], rank: int, owners: int, timeout_s: float) -> None:
         """Share the parameters out, and forget every copy.
 
         Args:
-            held: what every rank holds (`Held.to_json`).
+            held: what every rank holds (`Held.to_json`); nothing without other ranks.
             rank: this one.
             owners: as many ranks own parameters.
             timeout_s: of each wait for another rank.
@@ -247,15 +259,17 @@ class Owned:
         Raises:
             ManifestError: as `Gather`.
         """
-        self._gather, self._copies, self.digests = None, None, np.zeros((len(self.held.params), 2), DIGEST)
-        params, streams = self.held.params, dict[tuple[int, torch.dtype], list[int]]()
-        gather = Gather(params, held, rank, owners, timeout_s)
-        for number, (owner, meta) in enumerate(zip(gather.owners, params, strict=True)):
+        params, streams = self._params, dict[tuple[int, torch.dtype], list[int]]()
+        self._shared, self._copies, self.digests = False, None, np.zeros((len(params), 2), DIGEST)
+        self._gather = Gather(params, held, rank, owners, timeout_s) if held else None
+        self._owned_by = [0] * len(params) if self._gather is None else self._gather.owners
+        for number, (owner, meta) in enumerate(zip(self._owned_by, params, strict=True)):
             streams.setdefault((owner, meta.dtype), []).append(number)
         order = sorted(streams, key=lambda one: one[0])
         self.table = ParamTable.of(params, [streams[one] for one in order])
         self._streams = {number for number, (owner, _) in enumerate(order) if owner == rank}
-        self._gather, self._rank, self._owners = gather, rank, owners
+        self._rank, self._owners, self._own = rank, owners, self._of(rank)
+        self._shared, self._alone = True, not held
 
     def start(self, base: str) -> Written:
         """Copy the own parameters from a checkpoint directory, as if this rank had written that.
@@ -265,7 +279,7 @@ class Owned:
         """
         checkpoint, number = CheckpointSource(base), self.table.number
         found = {meta.name: meta for meta in checkpoint.params()}
-        own = {self.table.params[param].name: param for param in self._own()}
+        own = {self.table.params[param].name: param for param in self._own}
         for name, param in own.items():
             if found.get(name) != (meta := self.table.params[param]):
                 raise ConfigError(
@@ -292,41 +306,47 @@ class Owned:
             ManifestError: the source does not yield what it declares, on this rank.
             TransportError: another rank is gone.
         """
-        assert self._gather is not None
         params, part = self.table.params, source.part
 
         def wanted(param: int) -> bool:
             return order.base is None or part is None or params[param].name in part.names
 
         if self._rank >= self._owners:
-            for _ in self._gather.tensors(self.held.dropped(), wanted):
+            for _ in self._tensors(source, wanted):
                 pass
             return Written(changed=np.zeros(len(params), DIGEST).tobytes(), digests=self.digests.tobytes())
         if order.base is None:
-            with closing(self._gather.tensors(self.held.dropped())) as tensors:
+            with closing(self._tensors(source)) as tensors:
                 placed, sizes = self._keyframe(draft, self._copied(tensors))
             return Written(digests=self.digests.tobytes(), tensors=placed, sizes=sizes)
 
-        with closing(self._gather.tensors(self.held.dropped(), wanted)) as tensors:
-            if self._copies is None and self._own():
+        with closing(self._tensors(source, wanted)) as tensors:
+            if self._copies is None and self._own:
                 raise ConfigError("this rank has no copies of what it owns", hint="send a full version")
             coded = self._patches if isinstance(self.codec, FileEncoding) else self._blocks
             written = coded(tensors, order, draft)
         if order.keyframe:
             copies = {} if self._copies is None else self._copies.by_name()
-            placed, sizes = self._keyframe(draft, ((params[one], copies[params[one].name]) for one in self._own()))
+            placed, sizes = self._keyframe(draft, ((params[one], copies[params[one].name]) for one in self._own))
             written = msgspec.structs.replace(written, tensors=placed, sizes=sizes)
         return written
 
-    def _own(self) -> list[int]:
-        assert self._gather is not None
-        return self._gather.owned(self._rank)
+    def _tensors(
+        self, source: WeightSource, wanted: Callable[[int], bool] = lambda param: True
+    ) -> Generator[tuple[int, Tensor], None, None]:
+        """Return the generator of `Gather.tensors`; without other ranks, that of the source's own tensors."""
+        if self._gather is None:
+            return _numbered(source, self.table, wanted)
+        return self._gather.tensors(self.held.dropped(), wanted)
+
+    def _of(self, rank: int) -> list[int]:
+        """Return the numbers of the parameters that a rank owns, in order."""
+        return [param for param, owner in enumerate(self._owned_by) if owner == rank]
 
     def _keyframe(
         self, draft: Draft, pairs: Iterator[tuple[ParamMeta, Tensor]]
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        assert self._gather is not None
-        owned = [[self.table.params[one] for one in self._gather.owned(rank)] for rank in range(self._owners)]
+        owned = [[self.table.params[one] for one in self._of(rank)] for rank in range(self._owners)]
         return self.full.write_tensors(draft, owned, self._rank, pairs)
 
     def _blocks(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
@@ -399,6 +419,16 @@ class Owned:
         if low < high:
             assert self._copies is not None
             self.digests[self.table.streams[stream].params[low:high]] = self._copies.words(stream, low, high)
+
+
+def _numbered(
+    source: WeightSource, table: ParamTable, wanted: Callable[[int], bool]
+) -> Generator[tuple[int, Tensor], None, None]:
+    chosen = [meta for number, meta in enumerate(table.params) if wanted(number)]
+    every = len(chosen) == len(table.params)
+    pairs = iter(source) if every else source.pairs({meta.name for meta in chosen})
+    for meta, tensor in checked(pairs, chosen):
+        yield table.number[meta.name], tensor
 
 
 def steps(

@@ -31,6 +31,10 @@ _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
 class Ranks(Protocol):
     """The ranks of a trainer, as rank 0 speaks to them (`torchrl_ext.transports.ranks.Session`)."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are no others."""
+
     def order(self, step: str, /, **args: Any) -> None:
         """Let every other rank run ``step``."""
 
@@ -43,6 +47,8 @@ class Ranks(Protocol):
 
 class Alone:
     """The ranks of a trainer that has no others."""
+
+    alone = True
 
     def order(self, step: str, /, **args: Any) -> None:
         return None
@@ -146,12 +152,12 @@ class ChainWriter:
     def _share(self, ranks: Ranks, source: WeightSource) -> None:
         """Share the parameters out, unless that was done for what the ranks hold."""
         ranks.order("look")
-        same = self._own.look(source)
+        same = self._own.look(source, alone=ranks.alone)
         if all([same, *(answer["same"] for answer in ranks.answers())]) and self._begun:
             return
         self._version, self._begun = None, False
-        held = [self._own.held.to_json(), *ranks.ask("held")]
-        owners = 1 if self._alone else len(held)
+        held = [] if ranks.alone else [self._own.held.to_json(), *ranks.ask("held")]
+        owners = 1 if self._alone else len(held) or 1
         self._own.share(held, 0, owners, self._timeout_s)
         ranks.ask("share", held=held, owners=owners)
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
@@ -189,7 +195,7 @@ class ChainWriter:
             codecs=tuple(codecs),
             files=files,
             table=self._own.table,
-            changed=np.sum([np.frombuffer(one.changed, DIGEST) for one in written], axis=0, dtype=DIGEST),
+            changed=np.add.reduce([np.frombuffer(one.changed, DIGEST) for one in written]),
             digests=self._digests,
             base_digests=before[: None if base[1] == 0 else 0],
             blocks=np.concatenate(rows),
@@ -200,7 +206,7 @@ class ChainWriter:
     def digest(self) -> str:
         """Digest over the position digests of all tensors of the newest version."""
         text = self._digests.astype(">u8").tobytes().hex()
-        return digest_of({meta.name: text[32 * at :][:32] for at, meta in enumerate(self._own.table.params)})
+        return digest_of({meta.name: text[32 * at : 32 * at + 32] for at, meta in enumerate(self._own.table.params)})
 
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
@@ -231,5 +237,5 @@ class ChainWriter:
 
 def _summed(written: Sequence[Written]) -> np.ndarray:
     """Return the digests of all parameters: each rank has those of its own, and 0 elsewhere."""
-    found: np.ndarray = np.sum([np.frombuffer(one.digests, DIGEST) for one in written], axis=0, dtype=DIGEST)
+    found: np.ndarray = np.add.reduce([np.frombuffer(one.digests, DIGEST) for one in written])
     return found.reshape(-1, 2)

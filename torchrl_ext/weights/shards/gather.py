@@ -106,10 +106,6 @@ class Gather:
                 pieces.append(_Piece(block, *giver))
             self._pieces.append(pieces)
 
-    def owned(self, rank: int) -> list[int]:
-        """Return the numbers of the parameters that a rank owns, in order."""
-        return [param for param, owner in enumerate(self.owners) if owner == rank]
-
     def tensors(
         self, shards: Sequence[Shard], wanted: Callable[[int], bool] = lambda param: True
     ) -> Generator[tuple[int, Tensor], None, None]:
