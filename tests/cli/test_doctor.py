@@ -20,7 +20,7 @@ from torchrl_ext.stores import open_store
 from torchrl_ext.types import API_KEY_VARIABLE
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-DOCTOR = ROOT / "torchrl_ext" / "cli" / "doctor.py"
+DOCTOR = [ROOT / "torchrl_ext" / "cli" / f"{name}.py" for name in ("doctor", "examination")]
 BARE = CONFIG | {"weight_transfer_config": None}
 GONE = (404, {"detail": "Not Found"})
 SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "version": "0.5.23"}
@@ -225,9 +225,8 @@ def test_options_that_cannot_work_together_are_a_failure(flags, words, capsys):
     assert row["level"] == "failure" and words in row["found"]
 
 
-@pytest.mark.parametrize("name", ["--update-weight-disk-dir", "--update-weight-delta-dir"])
-def test_options_of_the_job_name_transport_root_and_engines(name, engine, tmp_path, capsys):
-    flags = ["--update-weight-transport", "disk", name, tmp_path]
+def test_options_of_the_job_name_transport_root_and_engines(engine, tmp_path, capsys):
+    flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path]
     told = examined(capsys, *flags, "--rollout-external-engine-addrs", engine.url, status=0)
     assert "transport 'disk'" in finding(told, "options")["found"]
     finding(told, "shared root", "ok", engine.url)
@@ -270,7 +269,9 @@ def test_the_page_about_operations_names_the_checks_that_there_are():
     lines = rest.partition("\n## ")[0]
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]
     named = {name for cell in table for name in re.findall("`([^`]+)`", cell)}
-    made = set(re.findall(r'(?:ok|warning|failure|failed|level)\(\s*"([a-z ]+)"', DOCTOR.read_text()))
+    made = set(
+        re.findall(r'(?:ok|warning|failure|failed|level)\(\s*"([a-z ]+)"', "".join(path.read_text() for path in DOCTOR))
+    )
     assert named == made
     rows = [line.split("|")[2] for line in lines.splitlines() if line.startswith("| ") and "`" in line.split("|")[2]]
     assert len(rows) == 7  # the lines of the guides' checklist

@@ -37,6 +37,9 @@ class Held:
         self.begun.release()
         assert self.let_go.wait(WAIT_S)
 
+    def resume(self):
+        """Continue with nothing."""
+
     def close(self):
         self.let_go.set()
 

@@ -13,7 +13,7 @@ from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Meanwhile, Policy, Turns, e
 from torchrl_ext.errors import ConcurrentUpdateError, WeightSyncError
 from torchrl_ext.weights.source import as_source
 
-FEW = ("delta on a base", "delta by broadcast", "disk", "sharded", "ipc", "published")
+FEW = ("delta on a base", "delta by broadcast", "disk", "sharded", "ipc")
 """Of `ROUTES`, those that leave an engine in different states."""
 
 

@@ -234,7 +234,7 @@ HONEST = {
     "partial": (cases.test_partial_update, {"make": "embedded"}),
     "nan": (cases.test_nan, {}),
     "experts": (cases.test_experts, {"model": "routed"}),
-    "sleep": (partial(cases.test_sleep, level=1), {}),
+    "sleep": (partial(cases.test_sleep, level=1), {"make": "vllm"}),
     "killed": (cases.test_killed_trainer, {}),
     "raises": (cases.test_trainer_that_raises, {}),
     "name": (partial(cases.test_tensor_that_does_not_fit, what="name"), {}),

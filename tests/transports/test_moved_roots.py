@@ -73,7 +73,7 @@ class TestOneTrainer:
 
     def test_engines_take_the_next_update_from_where_the_root_is_now(self, link, way, count, transport):
         own, served = weights(), weights(seed=7)
-        sender = tx.WeightSender(tx.make_transport(transport, root=link), InProcessEngine(served))
+        sender = tx.WeightSender(tx.make_transport(transport, root=link), InProcessEngine(served), finite=False)
         for version in range(1, count + 3):
             if version == count + 1:
                 way(link, transport=transport, count=count)

@@ -363,10 +363,10 @@ class TrainerRanks:
             failure = error
         own |= {_BEGIN: dict, _END: dict}
         try:
-            self._last = self._wait(within, lambda: self._newer(notes), "began no update")
+            self._last = self._wait(within, lambda: self._newer(notes), "trainer rank 0 began no update")
             for number in itertools.count(1):
                 key = f"{self._last}/order/{number}"
-                self._wait(within, lambda key=key: notes.there(key), "gave no order")  # type: ignore[misc]
+                self._wait(within, lambda key=key: notes.there(key), "trainer rank 0 gave no order")  # type: ignore[misc]
                 order = notes.read(key, _Order)
                 if not order.step:
                     break
@@ -401,7 +401,7 @@ class TrainerRanks:
     def _wait(self, within: Deadline, ask: Callable[[], Any], what: str) -> Any:
         patience = within.within(_PHASES * self._timeout_s)
         how: dict[str, Any] = {"shortest_s": _SHORTEST_S, "longest_s": _LONGEST_S, **_WHERE}
-        return patience.poll(ask, f"trainer rank 0 {what}", **how)
+        return patience.poll(ask, what, **how)
 
     def _shared(self) -> _Notes | None:
         _, size, store = self._group()

@@ -50,15 +50,16 @@ class MappedSource(WeightSource):
         self._rename = str if rename is None else as_mapper(rename)
 
     def params(self) -> tuple[ParamMeta, ...]:
-        found: dict[str, ParamMeta] = {}
+        firsts, found = dict[str, str](), list[ParamMeta]()
         for meta in self._source.params():
             mapped = self._mapped(meta)
-            first = found.setdefault(mapped.name, meta)
-            if first is not meta:
+            first = firsts.setdefault(mapped.name, meta.name)
+            if first != meta.name:
                 raise ManifestError(
-                    f"{first.name!r} and {meta.name!r} both map to {mapped.name!r}", hint="correct the mapper"
+                    f"{first!r} and {meta.name!r} both map to {mapped.name!r}", hint="correct the mapper"
                 )
-        return tuple(map(self._mapped, found.values()))
+            found.append(mapped)
+        return tuple(found)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source:

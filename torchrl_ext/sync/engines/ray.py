@@ -145,6 +145,7 @@ class RayPort(Port):
         start_timeout_s: float,
         **settings: Any,
     ) -> None:
+        _the_ray()
         self.url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
         self._actor, self._name = actor, uuid.uuid4().hex
         self._open = partial(_open, pick=pick, timeout_s=load_timeout_s, **settings)
@@ -244,7 +245,6 @@ def ray_engine(
         ConfigError: ray is not installed; an `AsyncVLLM` has no replicas; or the engine is another implementation of
             TorchRL's interface, which cannot report whether an update is complete.
     """
-    _the_ray()
     how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache}
     limits: dict[str, Any] = {
         "timeout_s": timeout_s,

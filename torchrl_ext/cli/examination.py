@@ -1,0 +1,358 @@
+"""What `torchrl-ext doctor` looks at: a list of checks for each engine, and a comparison of all engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torchrl_ext
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.landing.placement import keeps_values
+from torchrl_ext.messages import Inspect
+from torchrl_ext.registry import engines as makes
+from torchrl_ext.routes import BACKEND
+from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.rpc.http import HTTPSession, normalise_url
+from torchrl_ext.rpc.router import listed_workers
+from torchrl_ext.rpc.server_info import ServerInfo, read_server_info
+from torchrl_ext.stores import open_store
+from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.types import PROOFS, EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
+from torchrl_ext.weights.checkpoint import CheckpointSource
+
+__all__ = [
+    "CHECKS", "Examined", "Finding", "Trainer", "compare", "dtypes_of", "examine", "failed", "failure", "ok", "probe",
+    "rehearse",
+]  # fmt: skip
+
+_PLUGIN = {
+    "vllm": "install torchrl_ext in the engine's environment and start it with --weight-transfer-config "
+    f'\'{{"backend": "{BACKEND}"}}\'; `torchrl-ext serve vllm` does both',
+    "sglang": "install torchrl_ext in the engine's environment; `torchrl-ext serve sglang` does it",
+}
+_SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        level: ``"ok"``, ``"warning"`` (an update works, with a catch) or ``"failure"`` (an update would fail).
+        check: the name of the check.
+        found: the actual state.
+        expected, remedy: the state that an update needs, and how to reach it; empty if the level is ``"ok"``.
+        where: an engine's address, ``"trainer"`` or ``"fleet"``; set after the check.
+    """
+
+    level: str
+    check: str
+    found: str
+    expected: str = ""
+    remedy: str = ""
+    where: str = ""
+
+
+ok, warning, failure = (partial(Finding, level) for level in ("ok", "warning", "failure"))
+
+
+def failed(check: str, error: WeightSyncError) -> Finding:
+    """Return a failure with the error's texts."""
+    return failure(check, error.what, error.expected or "", error.hint or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The trainer's side of an update, as the command line gives it; ``dtypes`` are those of the checkpoint."""
+
+    transport: str | None
+    root: str | None
+    model: str | None
+    dtypes: Sequence[str]
+    question: Inspect
+    api_key: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What the checks of one engine look at; ``answers`` are its workers', and ``refusal`` why there are none."""
+
+    trainer: Trainer
+    http: HTTPSession
+    info: EngineInfo
+    facts: ServerInfo
+    client: Any
+    answers: list[Info]
+    refusal: WeightSyncError | None
+
+
+def dtypes_of(directory: str) -> list[str]:
+    """Return the dtypes of a checkpoint directory's tensors, the most bytes first."""
+    sizes: dict[str, int] = {}
+    for meta in CheckpointSource(directory).params():
+        sizes[dtype_name(meta.dtype)] = sizes.get(dtype_name(meta.dtype), 0) + meta.nbytes
+    return sorted(sizes, key=lambda name: -sizes[name])
+
+
+def probe(root: str, ends: ExitStack) -> Info:
+    """Write a probe into the root until the examination ends; a directory made for it goes too."""
+    store = open_store(root)
+    folder = None if "://" in store.url else Path(store.url)
+    if folder is not None and not folder.exists():
+        folder.mkdir(parents=True)
+        ends.callback(_remove, folder)
+    shared = SharedRoot(store, "doctor")
+    ends.callback(shared.clear)
+    return shared.invite()
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody has put something there
+        folder.rmdir()
+
+
+# one engine
+
+
+def examine(trainer: Trainer, address: str) -> tuple[list[Finding], Examined | None]:
+    """Look at one engine. Nothing is changed there; a connected trainer is not disturbed.
+
+    Returns:
+        The findings, and what the checks looked at; None if the engine did not say what it is.
+    """
+    findings: list[Finding] = []
+    engine: Examined | None = None
+    try:
+        engine = _ask(address, trainer, findings)
+        if engine is not None:
+            for check in CHECKS:
+                findings += check(engine)
+    except WeightSyncError as error:  # it went away between two questions
+        findings.append(failed("reachable", error))
+    return findings, engine
+
+
+def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | None:
+    """Ask the engine for everything that more than one check needs; None, with a finding, if it does not answer."""
+    try:
+        url = normalise_url(address)
+    except ConfigError as error:
+        findings.append(failure("address", error.what, error.expected or "", "write IPv6 in brackets: [::1]:8000"))
+        return None
+    access: Info = {"api_key": trainer.api_key, "timeout_s": trainer.timeout_s}
+    http = HTTPSession(url, **access)
+    told = http.call("GET", "/server_info", query={"config_format": "json"})
+    workers = listed_workers(http)
+    if workers is not None:
+        found = f"a router with {len(workers)} worker(s): it passes each control call to just one of them"
+        remedy = f"give the engines' own addresses: {' '.join(worker.url for worker in workers) or 'it has none yet'}"
+        findings.append(failure("router", found, "the address of an engine", remedy))
+        return None
+    try:
+        (info,) = discover(url, **access)
+    except WeightSyncError as error:
+        findings.append(failed("routes", error))
+        return None
+    findings.append(ok("reachable", f"{info.kind} {info.version}, {info.worker_type}, serves {info.model or '?'}"))
+    facts, answers, refusal = ServerInfo(info=info), list[Info](), None
+    with contextlib.suppress(EngineRefusedError, ValueError):  # it has only the route's earlier name
+        facts = read_server_info(url, told.json())
+    client = makes.make(info.kind, url=url, api_key=trainer.api_key, load_timeout_s=max(30.0, trainer.timeout_s))
+    try:
+        answers = client.inspect(trainer.question)
+    except (ConfigError, EngineRefusedError, DeadlineError) as error:
+        refusal = error
+    return Examined(trainer=trainer, http=http, info=info, facts=facts, client=client, answers=answers, refusal=refusal)
+
+
+def _routes(engine: Examined) -> Iterator[Finding]:
+    info = engine.info
+    try:
+        table = makes.part(info.kind, "routes")
+    except ConfigError:  # a make of others may name none
+        table = {}
+    wanted = [route for name in (info.transports if info.stock else ("",)) for route in table.get(name, ())]
+    # called by a method that a route does not serve, so that nothing happens
+    missing = [route for route in wanted if engine.http.call("OPTIONS", route).status in (404, 501)]
+    if missing:
+        remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment" if info.kind == "vllm" else "update it"
+        yield failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
+    else:
+        yield ok("routes", "every route of a weight update is there")
+    if engine.trainer.api_key is None and not is_loopback(urlsplit(engine.http.url).hostname or ""):
+        found = f"anyone who can reach {engine.http.url} can pause the engine and replace its weights"
+        remedy = "start the engine with an API key, or protect its port with a firewall"
+        yield warning("key", found, "an API key", remedy)
+
+
+def _plugin(engine: Examined) -> Iterator[Finding]:
+    info, wanted = engine.info, engine.trainer.transport
+    names, remedy = ", ".join(info.transports), _PLUGIN.get(info.kind, "use another transport")
+    if engine.facts.is_guest:
+        found = (
+            "maps weights that a daemon owns (--load-format ipc_cache), so an update would also change other engines"
+        )
+        remedy = "start it with another --load-format"
+        yield failure("plugin", found, "an engine with weights of its own", remedy)
+    elif not names:
+        yield failure("plugin", "follows by no transport", f"weight-transfer backend {BACKEND!r}", remedy)
+    elif wanted is not None and wanted not in info.transports:
+        yield failure("plugin", f"follows by {names}", f"transport {wanted!r}", remedy)
+    elif info.stock:
+        found = f"runs without our plugin: follows by {names}, and only its outputs show which weights it loaded"
+        yield warning("plugin", found, "digests of its weights, and workers that refuse a part of a version", remedy)
+    else:
+        yield ok("plugin", f"follows by {names}")
+    if engine.refusal is not None and not info.stock:
+        error = engine.refusal
+        yield warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
+
+
+def _paused(engine: Examined) -> Iterator[Finding]:
+    if engine.info.kind == "sglang":  # it has no route that says so
+        return
+    with contextlib.suppress(EngineRefusedError, AttributeError):
+        if engine.http.get("/is_paused").get("is_paused"):
+            remedy = "an update may be running; after a failed update, the next successful one resumes the engine"
+            yield warning("paused", "the engine is paused", "an engine that generates", remedy)
+
+
+def _world_size(engine: Examined) -> Iterator[Finding]:
+    info = engine.info
+    found = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}, world size {info.world_size}"
+    replica = info.tp_size * info.pp_size
+    if info.world_size in (replica * info.dp_size, replica):  # replicas may share their workers
+        yield ok("world size", found)
+    else:
+        remedy = "check the engine's parallel settings; a collective counts workers by this number"
+        yield warning("world size", found, f"{replica * info.dp_size}", remedy)
+
+
+def _versions(engine: Examined) -> Iterator[Finding]:
+    if not engine.answers:
+        return
+    first, theirs = engine.answers[0], sorted({str(one["torchrl_ext"]) for one in engine.answers})
+    place = f"Python {first.get('python')} on {first.get('host')}"
+    found = f"torchrl_ext {', '.join(theirs)}, torch {first.get('torch')}, {place}"
+    if theirs == [torchrl_ext.__version__]:
+        yield ok("versions", found)
+    else:
+        expected = f"torchrl_ext {torchrl_ext.__version__}, as here"
+        yield warning("versions", found, expected, "install the same version on both sides")
+
+
+def _shared(engine: Examined) -> Iterator[Finding]:
+    """Say whether every worker sees the probe in the root."""
+    root = engine.trainer.root
+    for told in engine.answers:
+        seen = told.get("root")
+        if isinstance(seen, dict) and seen.get("seen"):
+            yield ok("shared root", f"worker {told.get('worker', 0)} reads {root}")
+        elif isinstance(seen, dict):
+            found = f"{told.get('host')}:{root} does not contain the trainer's file: {seen.get('why')}"
+            remedy = str(seen.get("remedy") or "mount it on both hosts under the same path")
+            yield failure("shared root", found, f"the directory {root} of the trainer", remedy)
+    if root is not None and not engine.answers:
+        found, expected = "the engine has no plugin to look for the probe", f"{root} in the engine"
+        remedy = "check it by hand, or install torchrl_ext in the engine's environment"
+        yield warning("shared root", found, expected, remedy)
+
+
+def _model(engine: Examined) -> Iterator[Finding]:
+    """Compare the engine with the checkpoint where training starts; without one, its dtype with its own checkpoint."""
+    trainer, served, theirs = engine.trainer, engine.info.model, engine.facts.dtype
+    if trainer.model is not None:
+        own, other = _config_of(trainer.model), _config_of(served)
+        differing = [key for key in _SHAPE if key in own and key in other and own[key] != other[key]]
+        if differing:
+            found, expected = (", ".join(f"{key} {config[key]}" for key in differing) for config in (other, own))
+            remedy = "start the engine with the trainer's checkpoint, or name another one"
+            yield failure("model", found, expected, remedy)
+    start, dtypes = trainer.model or served, trainer.dtypes
+    if trainer.model is None and Path(served).is_dir():
+        with contextlib.suppress(WeightSyncError):
+            dtypes = dtypes_of(served)
+    dtype = next(iter(dtypes), theirs)
+    if theirs in ("", "auto", dtype):
+        return
+    wanted = dtype_from_name(theirs)
+    exact = engine.info.kind == "embedded"  # it takes its own dtype only, where our plugins widen
+    refused = not engine.info.stock and (exact or not keeps_values(dtype_from_name(dtype), wanted))
+    level = failure if refused and trainer.model is not None else warning
+    found = f"the engine computes in {theirs}: it refuses other weights, or casts them"
+    yield level("dtype", found, f"{dtype}, as in {start}", cast_hint([("", wanted)]))
+
+
+def _config_of(directory: str) -> dict[str, Any]:
+    """Return ``config.json`` of a checkpoint directory; empty if this machine cannot read it."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
+    _routes, _plugin, _paused, _world_size, _versions, _shared, _model,
+)  # fmt: skip
+"""The checks of one engine, in the order in which their findings are shown."""
+
+
+def rehearse(engine: Examined) -> Iterator[Finding]:
+    """Rehearse an engine with our plugin, and yield a finding for each of its workers."""
+    if engine.info.stock or not engine.info.transports:  # other findings say what it lacks
+        return
+    expected = "every layer equal to a cold start's"
+    try:
+        engine.client.info()
+        engine.client.rehearse("once")
+    except WeightSyncError as error:
+        found = f"{error.what}. State: {error.state or 'unknown'}"
+        yield failure("rehearsal", found, expected, error.hint or "")
+        return
+    every: tuple[Info, ...] = engine.client.rehearsed or ({},)
+    for told in every:
+        rows = [
+            f"{row['layers']} {row['kernel']} {row['verdict']}" + (f" ({row['why']})" if row["why"] else "")
+            for row in told.get("layers", ())
+        ]
+        worker = f"worker {told['worker']}: " if told.get("worker") else ""
+        found = f"{worker}proof {told.get('proof', PROOFS[0])!r}; {'; '.join(rows) or 'nothing was rehearsed'}"
+        if engine.client.proof == PROOFS[0]:
+            yield warning("rehearsal", found, expected, str(told.get("why", "")))
+        else:
+            yield ok("rehearsal", found)
+
+
+# all engines
+
+
+def compare(known: Sequence[tuple[str, list[Finding], Examined | None]]) -> Iterator[Finding]:
+    """Yield findings about all engines together: an engine given twice, differing models or dtypes, the world size."""
+    every = [(address, engine) for address, _, engine in known if engine is not None]
+    processes: dict[tuple[Any, Any], list[str]] = {}
+    for address, engine in every:
+        for told in engine.answers[:1]:
+            processes.setdefault((told.get("host"), told.get("pid")), []).append(address)
+    for addresses in processes.values():
+        if len(addresses) > 1:
+            found = f"{' and '.join(addresses)} lead to the same engine"
+            yield failure("addresses", found, "each engine once", "leave all but one out")
+    models = {address: Path(engine.info.model).name for address, engine in every}
+    dtypes = {address: engine.facts.dtype for address, engine in every if engine.facts.dtype != "auto"}
+    for check, values in (("model", models), ("dtype", dtypes)):
+        if len({*values.values()} - {""}) > 1:
+            found = ", ".join(f"{address}: {value}" for address, value in values.items())
+            remedy = "check that all of them should follow this trainer"
+            yield warning(check, found, "the same in all engines", remedy)
+    if every and len(every) == len(known):
+        workers = sum(engine.info.world_size for _, engine in every)
+        yield ok("group", f"{len(every)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")
