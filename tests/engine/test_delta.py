@@ -122,9 +122,10 @@ def test_a_delta_on_another_base_is_refused_before_the_pause_and_the_next_update
         before = sender.update_weights(good).version
         said = served.tokens()
         name = "model.layers.1.mlp.down_proj.weight"
-        copies = sender._transport._writer._baseline  # a trainer whose copy is not what the engines hold
-        copies.tensors[name].view(-1)[7:9].add_(1.0)
-        copies.digests[copies.table.number[name]] = position_digest(copies.tensors[name])
+        own = sender._transport._own  # a trainer whose copy is not what the engines hold
+        copy = own._copies.by_name()[name]
+        copy.view(-1)[7:9].add_(1.0)
+        own.digests[own.table.number[name]] = position_digest(copy)
         other = nudged(good, 0.01, 13)
         with pytest.raises(tx.WeightSyncError, match=rf"{name}(.|\n)*did not prefetch version"):
             sender.update_weights(other)

@@ -10,8 +10,10 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import calling, python
 from torchrl_ext.codecs import block_loops, token_loops
+from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels import host_loops
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions import compiled
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.int64)
@@ -89,3 +91,10 @@ def test_where_nothing_can_be_tried_loops_are_compiled_by_the_first_update(monke
         assert sender.update_weights(policy).verified
         assert torch.equal(policy.weight, served.weight)
     sender.shutdown()
+
+
+@pytest.mark.parametrize("encoding", ["ulp", "deltas_zstd"])
+def test_a_worker_that_joins_in_inference_mode_compiles_like_any_other(encoding):
+    compiled._compile.cache_clear()
+    with torch.inference_mode():
+        compiled.compile_loops(make_codec(encoding), [ParamMeta("w", torch.bfloat16, (3,))])

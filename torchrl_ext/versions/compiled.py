@@ -57,6 +57,8 @@ def compile_loops(codec: FileEncoding | BlockEncoding, params: Iterable[ParamMet
 
 
 @functools.cache
+@torch.inference_mode(False)  # a worker of SGLang's joins in that mode, whose tensors no patch may change
+@torch.no_grad()
 def _compile(encoding: str, width: int) -> None:
     """Compile loops by use, for elements of ``width`` bytes and every kind of block that may be chosen."""
     _publish_and_land(make_codec(encoding), width, (_SMALL, _LARGE))
