@@ -75,7 +75,7 @@ class ChainWriter:
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
         keep_files: never remove old versions.
-        alone: rank 0 owns everything; the others give it what they hold.
+        one_owner: rank 0 owns everything; the others give it what they hold.
         timeout_s: of each wait for another rank.
     """
 
@@ -89,12 +89,12 @@ class ChainWriter:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        alone: bool = True,
+        one_owner: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         self._store, self._chain, self._run_id, self._own = store, chain, run_id, own
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
-        self._alone, self._timeout_s = alone, timeout_s
+        self._one_owner, self._timeout_s = one_owner, timeout_s
         self._version: Held | None = None  # the version that the ranks' copies are
         self._digests = np.empty((0, 2), DIGEST)  # of all parameters of the newest version
         self._files: dict[str, bytes] = {}  # of the base
@@ -157,7 +157,7 @@ class ChainWriter:
             return
         self._version, self._begun = None, False
         held = [] if ranks.alone else [self._own.held.to_json(), *ranks.ask("held")]
-        owners = 1 if self._alone else len(held) or 1
+        owners = 1 if self._one_owner else len(held) or 1
         self._own.share(held, 0, owners, self._timeout_s)
         ranks.ask("share", held=held, owners=owners)
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it

@@ -139,7 +139,7 @@ class DeltaTransport(StandaloneTransport):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            alone=not self._store.joined or self._codec.container != BLOCKS,
+            one_owner=not self._store.joined or self._codec.container != BLOCKS,
             timeout_s=timeout_s,
         )
         self._probed = False  # workers look for a probe until the first update
