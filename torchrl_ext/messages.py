@@ -108,7 +108,7 @@ def read(info: Any) -> Message:
     if type(info.get("format")) is not int or info["format"] != FORMAT:
         release = info.get("release")
         sender = f"of release {reprlib.repr(release)}, format {reprlib.repr(info.get('format'))} of torchrl_ext"
-        unnumbered = "without a number, as earlier releases of torchrl_ext and programs of others send them,"
+        unnumbered = "without a number"
         raise ConfigError(
             f"a message {sender if release else unnumbered} came to release {torchrl_ext.__version__}, format {FORMAT}",
             state="unchanged",
