@@ -8,6 +8,7 @@ the two, so that a disagreement raises an error with a name instead of a hang.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -207,7 +208,9 @@ def require_finite(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point() or not tensor.numel() or "float4" in str(tensor.dtype):  # which has neither
         return
     tensor = tensor.detach()
-    small = tensor.element_size() == 1  # without comparisons, so that it is cast, a part at a time
+    small = tensor.element_size() == 1  # without sums and comparisons, so that it is cast, a part at a time
+    if not small and math.isfinite(tensor.sum().item()):  # faster; a sum of finite numbers may overflow
+        return
     for part in tensor.reshape(-1).split(_CAST) if small else [tensor]:
         least, largest = torch.aminmax(part.float() if small else part)  # a NaN anywhere is both
         if not (least.isfinite() and largest.isfinite()):
@@ -236,6 +239,8 @@ def _made(tensor: Tensor) -> bool:
 def full(tensor: Tensor) -> Tensor:
     """Return the whole tensor: a DTensor is gathered (a collective over its mesh), a lazy conjugate or negative is
     computed, anything else only detached."""
+    if not _made(tensor):
+        return tensor.detach()
     with torch.no_grad():
         whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
         whole = whole.resolve_conj().resolve_neg()
