@@ -246,8 +246,7 @@ class EngineInfo:
         model: path or name of the model.
         weight_version: the label of the weights in service.
         transports: names of the transports that the engine supports.
-        bootstrap_port: port at which decode engines reach a prefill engine (for vLLM, the port of its NIXL connector);
-            None for other engines.
+        bootstrap_port: port at which decode engines reach a prefill engine of SGLang; None for other engines.
 
     Example:
         >>> [info] = tx.discover(address)

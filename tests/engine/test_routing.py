@@ -190,10 +190,10 @@ def test_an_engine_that_fell_behind_is_out_until_it_caught_up(routing, client):
     def listed():
         return {worker.url for worker in routing.router.workers()}
 
-    assert routing.follow(report((first, 9), (second, 8))) == (first,)
+    routing.follow(report((first, 9), (second, 8)))
     assert listed() == {first}
     assert len(client.run(client.generate(asked(8)))["response_ids"]) == 8
-    assert routing.follow(report((first, 9), (second, 9))) == (first, second)
+    routing.follow(report((first, 9), (second, 9)))
     assert listed() == {first, second}
 
 

@@ -150,7 +150,6 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         _mapping(config, "parallel_config"),
         role=answer.get("worker_type") or _ROLES.get(str(transfer.get("kv_role"))),
         transports=() if load in _LOADS_NO_FILES else names,
-        port=_mapping(answer, "vllm_env").get("VLLM_NIXL_SIDE_CHANNEL_PORT"),
     )
     return ServerInfo(
         info=info,
@@ -209,7 +208,7 @@ def _engine(
         facts: ``version``, ``model``, ``weight_version``.
         sizes: sizes of the parallel axes, by short or long names.
         role: the worker type; None for a regular one.
-        port: a prefill engine's bootstrap port.
+        port: the bootstrap port of a prefill engine of SGLang.
         replicas: whether each data-parallel rank has its own workers.
     """
     given = ((name, sizes.get(name), sizes.get(longer)) for name, longer in _AXES.items())

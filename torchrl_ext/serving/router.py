@@ -25,10 +25,9 @@ class RouterSpec(ServerSpec):
     Attributes:
         policy_of_sessions: the router's policy that keeps a session on one engine.
         pools: the router's argument for prefill and decode pools.
-        bootstraps: whether the router needs the ports where decode engines meet prefill engines.
         more: arguments that the router always gets.
         workers: base addresses of regular engines, registered at the start; more can be added later.
-        prefill: base addresses of prefill engines, or pairs of address and bootstrap port; fixed at the start.
+        prefill: base addresses of prefill engines, or pairs of address and bootstrap port (SGLang); fixed at the start.
         decode: base addresses of decode engines; fixed at the start.
         health_route: the engines' route that the router checks; None uses ``/health``.
         policy: ``sticky_least_loaded``, ``cache_aware``, ``round_robin``, ...; None uses `policy_of_sessions`.
@@ -39,7 +38,6 @@ class RouterSpec(ServerSpec):
     health: ClassVar[str] = "/liveness"
     policy_of_sessions: ClassVar[str]
     pools: ClassVar[str]
-    bootstraps: ClassVar[bool] = False
     more: ClassVar[tuple[str, ...]] = ()
 
     workers: Sequence[str] = field(default=(), kw_only=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError
-from torchrl_ext.registry import engines
+from torchrl_ext.registry import engines as kinds
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.discovery import connect, discover
 from torchrl_ext.rpc.http import normalise_url
@@ -17,21 +18,20 @@ from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.rpc.router import RouterClient, engine_key
 from torchrl_ext.serving.processes import GuardedProcess
 from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.topology import check_pools
-from torchrl_ext.types import EngineInfo, SyncReport
+from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
 __all__ = ["Routing"]
 
 log = logging.getLogger("torchrl_ext")
 
-_ABORT_TIMEOUT_S = 10.0
+_ABORT_S = {"timeout_s": 10.0, "load_timeout_s": 10.0}
 
 
 class Routing:
     """Puts a model's engines behind a router, and takes those out that an update left behind; a context manager.
 
     An engine that is taken out while paused ends its requests with the tokens that they have, and clients (see
-    `client`) continue them on another engine.
+    `client`) continue them on another engine. A router with prefill and decode pools keeps its engines.
 
     Args:
         engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. An empty
@@ -44,11 +44,14 @@ class Routing:
 
     Attributes:
         router: the client of the router.
+        url: the router's base address.
 
     Raises:
         ConfigError: one router cannot serve these engines, or the router cannot take them.
         EngineError, DeadlineError: an engine or the router does not answer.
     """
+
+    _process: GuardedProcess | None = None
 
     def __init__(
         self,
@@ -60,21 +63,28 @@ class Routing:
         api_key: str | tuple[str, ...] | None = None,
         **settings: Any,
     ) -> None:
-        _check(engines)
+        if len({kinds.part(info.kind, "dialect") for info in engines}) > 1:
+            raise ConfigError(
+                f"{', '.join(sorted({info.kind for info in engines}))} need different request formats",
+                expected="engines of one kind behind a router",
+                hint="without a router, tx.connect and InferenceClient.connect update and ask engines of any kinds",
+            )
         if router is not None and settings:
             raise ConfigError(
                 f"{', '.join(settings)} applies to routers that the job starts, but {router} already runs"
             )
         self.name, self.update_weights, self.api_key = name, update_weights, api_key
         self.engines = tuple(replace(info, url=normalise_url(info.url)) for info in engines)
-        self._process = self._started(settings) if router is None else None
-        self.router = RouterClient(router or self._process.url, api_key=api_key)  # type: ignore[union-attr]
+        if router is None:
+            self._process = self._started(settings)
+        self.url = normalise_url(self._process.url if router is None else router)
+        self.router = RouterClient(self.url, api_key=api_key)
         try:
             if router is None:
                 self.router.expect(info.url for info in self.engines)
             else:
                 for info in self.engines:
-                    self._add(info)
+                    self.router.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
         except BaseException:
             self.close()
             raise
@@ -87,11 +97,6 @@ class Routing:
             ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
         """
         return cls(discover(*addresses, api_key=api_key), api_key=api_key, **settings)
-
-    @property
-    def url(self) -> str:
-        """The router's base address."""
-        return self.router.url
 
     def client(self, **settings: Any) -> InferenceClient:
         """Return a client for requests through the router; it retries until its deadline if the router fails.
@@ -145,18 +150,20 @@ class Routing:
 
         return updating
 
-    def follow(self, report: SyncReport) -> tuple[str, ...]:
-        """Make the router use the engines that serve the newest weights, and return their addresses.
+    def follow(self, report: SyncReport) -> None:
+        """Make the router use the engines that serve the newest weights, which are the newest that any engine serves.
 
-        The newest weights are the newest that any engine serves. Rows of engines that are not this routing's are
-        ignored. A router with prefill and decode pools takes no changes: it keeps its engines, and the log says so.
+        Rows of engines that are not this routing's are ignored.
 
         Raises:
             ConfigError: no row of the report is about an engine of this routing.
             EngineError, DeadlineError: the router does not answer, or does not take or release an engine.
         """
+        rows: dict[Any, EngineRow] = {}
+        for row in report.engines:
+            with suppress(ConfigError):  # an object or an actor has no address
+                rows[engine_key(row.engine)] = row
         ours = {engine_key(info.url): info for info in self.engines}
-        rows = {_key(row.engine): row for row in report.engines}
         if not ours.keys() & rows.keys():
             raise ConfigError(
                 f"the report is about {', '.join(row.engine for row in report.engines) or 'no engine'}",
@@ -166,20 +173,18 @@ class Routing:
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
         fit = {key for key, row in rows.items() if row.state == "serving" and (row.version or 0) == newest}
         used = {engine_key(worker.url) for worker in self.router.workers()}
-        out, back = (ours.keys() & used) - fit, (ours.keys() & fit) - used
-        if any(info.worker_type != "regular" for info in self.engines) and (out or back):
-            names = ", ".join(ours[key].url for key in sorted(out | back, key=str))
-            log.warning("router %s keeps its prefill and decode pools, although %s changed", self.url, names)
-            return tuple(info.url for key, info in ours.items() if key in used)
-        for key in out:
-            info, row = ours[key], rows.get(key)
-            log.warning("%s gets no requests: %s", info.url, row.error or row.state if row else "it is not in a report")
-            self.router.remove(info.url)
-            if row is not None and row.state == "paused":
-                self._end_requests(info)
-        for key in back:
-            self._add(ours[key])
-        return tuple(info.url for key, info in ours.items() if key in fit)
+        for key in (ours.keys() & used) ^ (ours.keys() & fit):
+            info, known = ours[key], rows.get(key)
+            if info.worker_type != "regular":
+                log.warning("router %s keeps its prefill and decode pools, although %s changed", self.url, info.url)
+            elif key in fit:
+                self.router.add(info.url)
+            else:
+                why = (known.error or known.state) if known else "it is not in a report"
+                log.warning("%s gets no requests: %s", info.url, why)
+                self.router.remove(info.url)
+                if known and known.state == "paused":
+                    self._end_requests(info)
 
     def close(self) -> None:
         """End our own router; leave a given one running. May be called twice."""
@@ -196,53 +201,21 @@ class Routing:
         """Start a router for the engines."""
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in self.engines:
-            port = _bootstrap_port(info)
+            port = info.bootstrap_port
             pools[info.worker_type].append(info.url if port is None else (info.url, port))
         if self.engines:
             kind = self.engines[0].kind
-            settings = {"kind": kind, "health_route": None if self.api_key else _probe(kind), **settings}
+            settings = {"kind": kind, **settings}
+            if not self.api_key and kind in kinds.having("server"):
+                settings.setdefault("health_route", kinds.part(kind, "server").probe)
         return RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
-
-    def _add(self, info: EngineInfo) -> None:
-        self.router.add(info.url, info.worker_type, bootstrap_port=_bootstrap_port(info))
 
     def _end_requests(self, info: EngineInfo) -> None:
         """Abort a paused engine's requests, so that clients continue them on other engines."""
-        limits = {"timeout_s": _ABORT_TIMEOUT_S, "load_timeout_s": _ABORT_TIMEOUT_S}
-        engine = engines.make(info.kind, url=info.url, api_key=self.api_key, pause_mode="abort", **limits)
+        engine = kinds.make(info.kind, url=info.url, api_key=self.api_key, pause_mode="abort", **_ABORT_S)
         try:
             engine.pause()
         except (EngineError, DeadlineError) as error:
             log.warning("requests that run on %s are lost: %s", info.url, error)
         finally:
             engine.close()
-
-
-def _key(name: str) -> Any:
-    """Return `engine_key` of a row's engine, or the name itself where that is no address."""
-    try:
-        return engine_key(name)
-    except ConfigError:
-        return name
-
-
-def _probe(kind: str) -> str | None:
-    """Return the route that a router checks: a paused engine may hang on ``/health``, the router's default (None)."""
-    return engines.part(kind, "server").probe if kind in engines.having("server") else None
-
-
-def _bootstrap_port(info: EngineInfo) -> int | None:
-    """Return the bootstrap port that SGLang's router needs; None for vLLM, whose connector passes it on."""
-    bootstraps = info.worker_type == "prefill" and engines.part(info.kind, "router").bootstraps
-    return info.bootstrap_port if bootstraps else None
-
-
-def _check(infos: Sequence[EngineInfo]) -> None:
-    if len({engines.part(info.kind, "dialect") for info in infos}) > 1:
-        kinds = ", ".join(sorted({info.kind for info in infos}))
-        raise ConfigError(
-            f"{kinds} need different request formats",
-            expected="engines of one kind behind a router",
-            hint="without a router, tx.connect(...) updates and InferenceClient.connect(...) asks engines of any kinds",
-        )
-    check_pools("a router", {info.worker_type for info in infos})

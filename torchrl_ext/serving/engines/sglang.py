@@ -112,7 +112,6 @@ class SGLangRouterSpec(RouterSpec):
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or pip install sglang-router"
     policy_of_sessions: ClassVar[str] = "manual"  # by routing key; requests without one go anywhere
     pools: ClassVar[str] = "--pd-disaggregation"  # sends to both pools at once, with the bootstrap host, port and room
-    bootstraps: ClassVar[bool] = True
     # the router would try five times; our client has its own retry rules
     more: ClassVar[tuple[str, ...]] = ("--log-level=warn", "--disable-retries")
 
