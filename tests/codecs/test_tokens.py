@@ -50,20 +50,6 @@ def test_every_list_of_changes_survives_and_damaged_bytes_are_refused_or_changes
             assert not found.size or (found[0] >= 0 and found[-1] < SPAN and (np.diff(found) > 0).all())
 
 
-@pytest.mark.parametrize("gaps", [[3], [700, 1], [0, 300, 510, 254, 255, 256]])
-@pytest.mark.parametrize("common", [1, 2, 50_000])
-def test_where_nearly_all_are_equal_the_others_are_listed(gaps, common):
-    steps = np.full(5000, common, np.uint16)
-    positions = np.arange(5000, dtype=np.int64)
-    for at in np.cumsum(gaps):
-        steps[at] = 3
-        positions[at:] += 40
-    data = encode(positions, steps, 16)
-    assert data[0] & 16 and len(data) < 200 + 2 * 5000 * (common > 2)
-    found, moved = decode(data, 5000, SPAN, 16)
-    assert np.array_equal(found, positions) and np.array_equal(moved, steps)
-
-
 @pytest.mark.parametrize(
     "data",
     [

@@ -24,7 +24,7 @@ def device(way, monkeypatch):
     """The device of the implementation under test, which is chosen for it."""
     own, device = way
     monkeypatch.setattr(streams, "kernels_on", lambda where: own if where == device else kernels_on(where))
-    monkeypatch.setattr(streams, "BLOCK_UNITS", 3000)
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 20_000)
     monkeypatch.setattr(streams, "_STAGED", 100)
     return device
 
@@ -58,7 +58,7 @@ def found_in(model, new_on):
 
 def test_changes_of_every_dtype_are_listed_as_on_the_host_block_for_block(device):
     for dtype in DTYPES:
-        model = model_of([dtype], (0, 63, 4500) if dtype == torch.bfloat16 else (17, 2500))
+        model = model_of([dtype], (0, 63, 45_000) if dtype == torch.bfloat16 else (17, 2500))
         generator = torch.Generator().manual_seed(6)
         old, new = (random_bits(600, dtype, generator).reshape(20, 30) for _ in range(2))
         turned = new.t().contiguous().t()

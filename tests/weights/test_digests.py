@@ -7,36 +7,9 @@ import pytest
 import torch
 
 from tests.codecs.data import random_bits
-from torchrl_ext.kernels.base import Piece, flat_bits, linear_keys
+from torchrl_ext.kernels.base import Piece, linear_keys
 from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.weights.digests import PositionDigest, position_digest
-
-GOLDEN, WORD = 0x9E3779B97F4A7C15, 2**64
-
-
-def mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORD
-    return z ^ (z >> 31)
-
-
-def second(z: int) -> int:
-    y = ((z ^ (z >> 32)) * 0xD6E8FEB86659FD93) % WORD
-    return y ^ (y >> 29)
-
-
-def by_hand(raw: list[int], width: int) -> PositionDigest:
-    """The definition, element by element, in Python's integers."""
-    words = [0, 0]
-    seed = int.from_bytes(b"linear64", "little")
-    parts = [(8 * k + 4 * half, bits >> 32 * half) for k, bits in enumerate(raw) for half in (0, 1)]
-    for byte, bits in parts if width == 8 else [(k * width, bits) for k, bits in enumerate(raw)]:
-        row, at = divmod(byte // 4, 2048)
-        z = mix((row * GOLDEN + seed) % WORD)
-        for lane, factor in enumerate((z, second(z))):
-            key = mix((seed + GOLDEN * (2048 * lane + at + 1)) % WORD) >> 32
-            words[lane] = (words[lane] + (bits % 2**32 + 1 << 8 * (byte % 4)) * key * (factor | 1)) % WORD
-    return PositionDigest(*words)
 
 
 def of_part(full: torch.Tensor, ranges) -> PositionDigest:
@@ -44,14 +17,6 @@ def of_part(full: torch.Tensor, ranges) -> PositionDigest:
     part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
     offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
     return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride())))
-
-
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
-def test_it_is_what_its_definition_says(dtype):
-    tensor = random_bits(9001, dtype, torch.Generator().manual_seed(0))
-    raw = [value % 2 ** (8 * dtype.itemsize) for value in flat_bits(tensor).tolist()]
-    assert position_digest(tensor) == by_hand(raw, dtype.itemsize)
-    assert position_digest(tensor[:0]) == PositionDigest()
 
 
 def test_keys_are_never_0_and_never_equal_in_a_row_even_if_shifted():
@@ -98,37 +63,6 @@ def test_signs_rows_columns_shifts_and_zeros_are_seen(dtype):
     assert len(set(found)) == len(found)
 
 
-def test_accidents_are_seen():
-    """Swaps, moves, losses, repeats and single bits, of which sums and XORs of values miss most."""
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(2000, generator=generator).to(torch.bfloat16)
-    seen = {position_digest(tensor)}
-    count = 1
-    for _ in range(2000):
-        other = tensor.clone()
-        a, b = torch.randperm(2000, generator=generator)[:2].tolist()
-        kind = count % 5
-        if kind == 0:
-            if tensor[a] == tensor[b]:
-                continue
-            other[a], other[b] = tensor[b], tensor[a]
-        elif kind == 1:
-            other.view(torch.int16)[a] ^= 1 << int(torch.randint(0, 15, (1,), generator=generator))
-        elif kind == 2:
-            other = torch.cat([tensor[:a], tensor[a + 1 :], tensor[a : a + 1]])
-            if torch.equal(other, tensor):
-                continue
-        elif kind == 3:
-            other[a] = -other[a]
-        else:
-            other[min(a, 1990) : min(a, 1990) + 8] = 0
-        found = position_digest(other)
-        assert found != position_digest(tensor)
-        seen.add(found)
-        count += 1
-    assert len(seen) > 1500
-
-
 def test_it_is_written_as_32_hex_digits():
     assert PositionDigest(1, 2).hex() == f"{1:016x}{2:016x}"
-    assert len(position_digest(torch.arange(10)).hex()) == 32
+    assert len(position_digest(torch.arange(10)).hex()) == 32 and position_digest(torch.empty(0)) == PositionDigest()
