@@ -75,9 +75,7 @@ class Routing:
             )
         self.name, self.update_weights, self.api_key = name, update_weights, api_key
         self.engines = tuple(replace(info, url=normalise_url(info.url)) for info in engines)
-        if router is None:
-            self._process = self._started(settings)
-        self.url = normalise_url(self._process.url if router is None else router)
+        self.url = normalise_url(self._start(settings) if router is None else router)
         self.router = RouterClient(self.url, api_key=api_key)
         try:
             if router is None:
@@ -197,8 +195,8 @@ class Routing:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _started(self, settings: dict[str, Any]) -> GuardedProcess:
-        """Start a router for the engines."""
+    def _start(self, settings: dict[str, Any]) -> str:
+        """Start a router for the engines; return its address."""
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in self.engines:
             port = info.bootstrap_port
@@ -208,7 +206,8 @@ class Routing:
             settings = {"kind": kind, **settings}
             if not self.api_key and kind in kinds.having("server"):
                 settings.setdefault("health_route", kinds.part(kind, "server").probe)
-        return RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
+        self._process = RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
+        return self._process.url
 
     def _end_requests(self, info: EngineInfo) -> None:
         """Abort a paused engine's requests, so that clients continue them on other engines."""
