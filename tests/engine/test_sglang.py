@@ -53,7 +53,7 @@ def test_a_checkpoint_that_it_cannot_load_does_not_end_the_server(serving, tmp_p
 
 def checksum(engine):
     """SGLang's own, over the runtime parameters of all workers."""
-    return engine.port.post("/weights_checker", {"action": "checksum"})["body"]["per_engine_checksum"]
+    return engine.port.http.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"]
 
 
 def test_a_400_can_mean_that_the_weights_did_change(serving, tmp_path):

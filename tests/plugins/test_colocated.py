@@ -17,7 +17,6 @@ from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
-from torchrl_ext.messages import Seal
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.serving.engines.sglang import SGLangServer
 from torchrl_ext.serving.engines.vllm import VLLMServer
@@ -151,11 +150,10 @@ def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(serv
     sender.update_weights(tiny_model(3))
     for seed in (4, 5):
         model = tiny_model(seed)
-        told = {server.url: {"status": 200, "body": {"status": "paused", "level": 2}}}
+        told = {server.url: {"status": 200, "body": {"status": "paused"}}}
         assert client.run(client.sleep(level=2)) == told
-        with pytest.raises(EngineError, match="holds no weights") as caught:
+        with pytest.raises(EngineError, match="holds no weights"):
             client.run(client.resume())
-        assert [row.engine for row in caught.value.rows] == [server.url] and caught.value.rows[0].error
         client.run(client.wake_up(tags=["weights"]))
         assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"] and ask(server, "/is_paused")["is_paused"]
         report = sender.update_weights(model)
@@ -163,17 +161,6 @@ def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(serv
             server.url: {"status": 200, "body": {"status": "serving"}}
         }
         assert report.verified and tokens(server) == greedy(model)
-    client.close()
-
-
-def test_control_calls_that_fail_say_how_each_engine_is(server, engine):
-    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
-    for paused, state in ((True, "paused"), (False, "serving")):
-        client.run(client.pause() if paused else client.resume())
-        with pytest.raises(EngineError, match="no weight update is open") as caught:
-            client.run(client.update_named_weights(Seal().to_json()))
-        (row,) = caught.value.rows
-        assert (row.engine, row.state) == (server.url, state) and "no weight update is open" in row.error
     client.close()
 
 

@@ -14,7 +14,6 @@ from tests.models import PROMPT, tiny_tokenizer
 from tests.rpc.test_router import Engine, serving
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.dialects import SGLangDialect
 from torchrl_ext.rollout.generation import GenerationRequest
 from torchrl_ext.serving.routing import Routing
@@ -26,54 +25,6 @@ SAMPLING = {
     "no_stop_trim", "n", "min_new_tokens", "sampling_seed",
 }  # fmt: skip
 FIELDS = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "lora_path", "stream"}
-TOLD = {"finish_reason": {"type": "length"}, "weight_version": "1"}
-
-
-@pytest.fixture
-def engine():
-    answers = {
-        "POST /generate": lambda body: (200, {"output_ids": [3, 4], "meta_info": TOLD}),
-        "POST /detokenize": lambda body: (200, {"text": " ".join(map(str, body["tokens"]))}),
-        "POST /tokenize": lambda body: (200, {"tokens": list(map(int, body["prompt"].split()))}),
-    }
-    with FakeEngine("sglang") as found:
-        found.answers = answers
-        yield found
-
-
-@pytest.fixture
-def router(engine):
-    """Hands on ``/generate``, and has no other route for tokens and text."""
-
-    def generate(body):
-        answer = httpx.post(f"{engine.url}/generate", json=body)
-        return answer.status_code, answer.json()
-
-    with FakeEngine("sglang") as found:
-        found.answers["POST /generate"] = generate
-        yield found
-
-
-@pytest.fixture
-def client(router, engine):
-    made = RemoteInferenceClient(proxy_url=router.url, server_urls=[engine.url], kind="sglang", timeout_s=30)
-    yield made
-    made.close()
-
-
-def test_an_engine_that_has_no_tokenizer_or_is_gone_is_passed_over_for_text(router, engine):
-    with FakeEngine("sglang") as gone:
-        pass
-    with FakeEngine("sglang") as encoder:
-        made = RemoteInferenceClient(
-            proxy_url=router.url, server_urls=[gone.url, encoder.url, engine.url], kind="sglang", timeout_s=30
-        )
-        assert made.run(made.detokenize([[3, 4], [5]])) == ["3 4", "5"]
-        made.close()
-        alone = RemoteInferenceClient(proxy_url=router.url, server_urls=[encoder.url], kind="sglang", timeout_s=30)
-        with pytest.raises(EngineRefusedError, match="404"):
-            alone.run(alone.detokenize([[3]]))
-        alone.close()
 
 
 def test_no_field_of_the_dialect_is_one_that_the_router_drops():
@@ -84,12 +35,18 @@ def test_no_field_of_the_dialect_is_one_that_the_router_drops():
         assert body.keys() <= FIELDS and body["sampling_params"].keys() <= SAMPLING
 
 
-def test_text_is_asked_of_an_engine_where_the_router_has_no_route_for_it(client, router, engine):
-    assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
-    assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
-    router.answers["POST /tokenize"] = (200, {"tokens": [8]})  # as vLLM's router, which hands on what it does not know
-    before = engine.counts["POST /tokenize"]
-    assert client.run(client.tokenize(["5 6"])) == [[8]] and engine.counts["POST /tokenize"] == before
+def test_text_is_asked_of_an_engine_because_the_router_has_no_route_for_it():
+    told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+    with FakeEngine("sglang") as router, FakeEngine("sglang") as engine, FakeEngine("sglang") as gone:
+        gone.close()
+        router.answers["POST /generate"] = (200, {"output_ids": [3, 4], "meta_info": told})
+        engine.answers["POST /detokenize"] = lambda body: (200, {"text": " ".join(map(str, body["tokens"]))})
+        engine.answers["POST /tokenize"] = (200, {"tokens": [5, 6]})
+        urls = [gone.url, engine.url]
+        client = RemoteInferenceClient(proxy_url=router.url, server_urls=urls, kind="sglang", timeout_s=30)
+        assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
+        assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
+        client.close()
 
 
 # the real router, over scripted engines

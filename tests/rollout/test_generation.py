@@ -18,9 +18,7 @@ from torchrl_ext.rollout.generation import (
     version_number,
 )
 
-STOPS = st.lists(st.text("abc", min_size=1, max_size=3), max_size=2)
 TOKENS = st.lists(st.integers(0, 7), max_size=4)
-LETTERS = "abcdefgh"
 
 
 def part(tokens, reason="abort", version=1):
@@ -57,27 +55,6 @@ def test_parts_are_joined_and_the_rest_is_asked_for_after_them(parts, last, seed
 def test_a_budget_that_is_used_up_ends_it_by_length():
     partial = joined(GenerationRequest(token_ids=(7,), max_tokens=3), part([1]), part([2, 3]))
     assert partial.done and partial.so_far.finish_reason == "length"
-
-
-@given(
-    first=TOKENS,
-    second=TOKENS,
-    stops=STOPS,
-    least=st.integers(0, 3),
-)
-def test_a_stop_string_over_the_seam_ends_it_where_one_engine_would_have_ended_it(first, second, stops, least):
-    request = GenerationRequest(token_ids=(9,), max_tokens=20, more={"stop": stops, "min_tokens": least})
-    partial = joined(request, part(first), part(second, reason="length"))
-    candidates = partial.stop_candidates()
-    texts = ["".join(LETTERS[token] for token in ids) for _, ids in candidates]
-    found = partial.stopped(candidates, texts).so_far
-    tokens = [*first, *second]
-    seen = ["".join(LETTERS[token] for token in tokens[:end]) for end in range(len(tokens) + 1)]
-    over = range(max(len(first) + 1, least), len(tokens) + 1) if first else ()
-    ends = [end for end in over if any(stop in seen[end] for stop in stops)]
-    assert found.token_ids == tuple(tokens[: min(ends, default=len(tokens))])
-    assert found.finish_reason == ("stop" if ends else "length")
-    assert len(found.logprobs) == len(found.token_versions()) == len(found.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engine
                 }
                 answers.append((6 + i % 24, await client.generate(batch)))
                 seen.update(answers[-1][1]["weight_versions"][0])
-                body = {"token_ids": PROMPT[:2], "sampling_params": {"max_tokens": 1}}
-                told = await client._post("/inference/v1/generate", body, session)
+                body = {"token_ids": PROMPT[:2], "sampling_params": {"max_tokens": 1}, "session_id": session}
+                told = await client._forwarded("/inference/v1/generate", {"json": body})
                 models[session].add(told["model"])
                 count += 1
 

@@ -2,8 +2,8 @@
 
 An engine that is paused with mode ``abort`` returns its requests with the tokens so far. The client appends these to
 the prompt and requests the rest from any free engine. Tokens, log-probabilities, weight versions, the budget
-(``max_tokens``, ``min_tokens``) and partial stop strings carry over. Frequency and presence penalties start again,
-because engines count tokens per request.
+(``max_tokens``, ``min_tokens``) carry over. Frequency and presence penalties start again, because engines count tokens
+per request. A request with stop strings starts again as a whole, because one may span two answers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ __all__ = [
 
 UNKNOWN_VERSION = -1
 """The number of a weight version that an engine does not report, or whose label is not a number."""
-
-_TOKENS_PER_CHARACTER = 4  # at most: one token per byte of a UTF-8 character
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,6 @@ class GenerationRequest:
         cache_key: the request reuses only keys and values that requests with the same key left in the engine's prefix
             cache; None for those without a key.
         session_id: a router sends the requests of one session to one engine; None or "" for no session.
-        fields: further fields of the body.
     """
 
     token_ids: tuple[int, ...]
@@ -74,7 +71,6 @@ class GenerationRequest:
     adapter: str | None = None
     cache_key: str | None = None
     session_id: Any = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self) -> list[GenerationRequest]:
         """Return one request per continuation."""
@@ -140,23 +136,15 @@ class PartialGeneration:
     Attributes:
         request: the original request, with one continuation.
         so_far: all tokens so far, as one generation.
-        joined: number of tokens before the last answer.
     """
 
     request: GenerationRequest
     so_far: Generation = field(default_factory=lambda: Generation(token_ids=(), finish_reason="abort"))
-    joined: int = 0
 
     @property
     def done(self) -> bool:
         """Whether the generation is complete."""
         return self.so_far.finish_reason != "abort"
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings of the request."""
-        found = self.request.more.get("stop") or ()
-        return (found,) if isinstance(found, str) else tuple(found)
 
     def remaining(self) -> GenerationRequest:
         """Return the request for the remaining tokens."""
@@ -191,31 +179,4 @@ class PartialGeneration:
             finish_reason="length" if spent else answer.finish_reason,
             weight_versions=tuple(versions),
         )
-        return replace(self, so_far=so_far, joined=count)
-
-    def stop_candidates(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return where a stop string that began before the last answer may end in it, which no engine detects: pairs of
-        the number of tokens to keep and the tokens whose text would show it."""
-        tokens = self.so_far.token_ids
-        if not self.stops or not 0 < self.joined < len(tokens):
-            return []
-        reach = _TOKENS_PER_CHARACTER * max(map(len, self.stops))
-        first, least = max(0, self.joined - reach), self.request.more.get("min_tokens", 0)
-        ends = range(max(self.joined + 1, least), min(len(tokens), self.joined + reach) + 1)
-        return [(end, tokens[first:end]) for end in ends]
-
-    def stopped(self, candidates: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> PartialGeneration:
-        """Return a copy cut after the first candidate whose text has a stop string, or this without one."""
-        made = self.so_far
-        for (end, _), text in zip(candidates, texts, strict=True):
-            if any(stop in text for stop in self.stops):
-                kept = (replace(one, end=min(one.end, end)) for one in made.weight_versions if one.start < end)
-                so_far = replace(
-                    made,
-                    token_ids=made.token_ids[:end],
-                    logprobs=made.logprobs[:end],
-                    finish_reason="stop",
-                    weight_versions=tuple(kept),
-                )
-                return replace(self, so_far=so_far)
-        return self
+        return replace(self, so_far=so_far)

@@ -25,7 +25,7 @@ from torchrl_ext.rollout.generation import Generation, GenerationRequest, Partia
 from torchrl_ext.rpc.connections import begin, each
 from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
 
-__all__ = ["Requests", "back_off", "targets"]
+__all__ = ["Requests", "targets"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -36,7 +36,6 @@ _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
 _T = TypeVar("_T")
-Texts = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[str]]]
 
 
 def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialect]:
@@ -86,33 +85,27 @@ class Requests:
         how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
 
-    async def generations(
-        self, requests: Sequence[GenerationRequest], until: float, texts: Texts | None = None
-    ) -> list[Generation]:
+    async def generations(self, requests: Sequence[GenerationRequest], until: float) -> list[Generation]:
         """Return the complete continuations of every prompt, in order; the first error cancels the other requests.
 
         Args:
             requests: the prompts; continuation j of one with a seed is sampled with ``seed + j``.
             until: deadline for all of them on the monotonic clock, in seconds.
-            texts: decodes token ids, to find stop strings that span two engines' answers; with None, an aborted request
-                with stop strings starts again.
 
         Raises:
             EngineUnreachableError, EngineRefusedError: every target failed a request, or one refused it.
             DeadlineError: some generations did not finish in time; names the engines with requests in flight.
             EngineError: `close` was called meanwhile.
         """
-        return await self._until_closed(self._generations(requests, until, texts))
+        return await self._until_closed(self._generations(requests, until))
 
-    async def _generations(
-        self, requests: Sequence[GenerationRequest], until: float, texts: Texts | None
-    ) -> list[Generation]:
+    async def _generations(self, requests: Sequence[GenerationRequest], until: float) -> list[Generation]:
         found: dict[int, list[Generation]] = {}
         waiting = iter(enumerate(requests))
 
         async def serve() -> None:
             for i, one in waiting:
-                found[i] = await self._whole(one, until, texts)
+                found[i] = await self._whole(one, until)
 
         count = int(min(self._limit * len(self._targets), len(requests)))
         serving = asyncio.ensure_future(each([serve() for _ in range(count)]))  # noqa: RUF006 - it is kept
@@ -166,41 +159,37 @@ class Requests:
         finally:
             calls.discard(begun)
 
-    async def _whole(self, request: GenerationRequest, until: float, texts: Texts | None) -> list[Generation]:
+    async def _whole(self, request: GenerationRequest, until: float) -> list[Generation]:
         """Return the complete continuations of one prompt."""
         alike = any(dialect.one_seed_per_request for dialect in self._targets.values())
         if request.n > 1 and request.seed is not None and alike:
-            parts = await each([self._whole(one, until, texts) for one in request.split()])
+            parts = await each([self._whole(one, until) for one in request.split()])
             return [one for (one,) in parts]
         answers = await self._ask(request, until)
         if all(one.finish_reason != "abort" for one in answers):
             return answers
         begun = zip(request.split(), answers, strict=True)
-        return await each([self._to_its_end(one, answer, until, texts) for one, answer in begun])
+        return await each([self._to_its_end(one, answer, until) for one, answer in begun])
 
-    async def _to_its_end(
-        self, request: GenerationRequest, answer: Generation, until: float, texts: Texts | None
-    ) -> Generation:
+    async def _to_its_end(self, request: GenerationRequest, answer: Generation, until: float) -> Generation:
         """Continue the generation that ``answer`` begins until it is complete."""
         partial, attempts = PartialGeneration(request=request), itertools.count()
-        unread = texts is None and bool(partial.stops)  # nothing here could find a stop string across two answers
+        anew = bool(request.more.get("stop"))  # nothing here could find a stop string across two answers
         while True:
-            if answer.finish_reason != "abort" or not unread:
+            if answer.finish_reason != "abort" or not anew:
                 partial = partial.extended(answer)
-            if texts is not None and (candidates := partial.stop_candidates()):
-                partial = partial.stopped(candidates, await texts([ids for _, ids in candidates]))
             if partial.done:
                 return partial.so_far
-            if unread or not answer.token_ids:
+            if anew or not answer.token_ids:
                 names = ", ".join(self._targets)
                 error = EngineError(f"{names}: requests were aborted before their first token")
-                await back_off(next(attempts), until, error)
+                await _back_off(next(attempts), until, error)
             (answer,) = await self._ask(partial.remaining(), until)
 
     async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
-            route, body = dialect.route, {**dialect.body(request), **request.fields}
+            route, body = dialect.route, dialect.body(request)
             answer = await self._post(url, route, body, request.session_id, until)
             where = url + route
             try:
@@ -247,7 +236,7 @@ class Requests:
                 if time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
                     log.warning("requests got no answer and are sent again: %s", why)
-                await back_off(attempt, until, why)
+                await _back_off(attempt, until, why)
                 failed.clear()
 
     @asynccontextmanager
@@ -289,7 +278,7 @@ class Requests:
         return joined
 
 
-async def back_off(attempt: int, until: float, why: EngineError) -> None:
+async def _back_off(attempt: int, until: float, why: EngineError) -> None:
     """Wait before another attempt, longer after each.
 
     Args:

@@ -161,11 +161,15 @@ class HTTPPort(Port):
 
     def unload_adapter(self, name: str) -> None:
         """See `Port.unload_adapter`."""
-        self.post(f"{self.lora_routes}/unload_lora_adapter", {"lora_name": name})
+        self._adapter("unload_lora_adapter", {"lora_name": name})
 
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
         """Load an adapter; ``before`` is the directory of the one that the name stands for, if it has one."""
         raise no_adapters(self.kind)
+
+    def _adapter(self, call: str, body: Info) -> None:
+        """Call a route for adapters, whose answer may be text."""
+        self.http.call("POST", f"{self.lora_routes}/{call}", body, timeout_s=self.timeout_s).checked()
 
     def _serving_now(self, name: str) -> str:
         try:
@@ -184,22 +188,6 @@ class HTTPPort(Port):
     @abstractmethod
     def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
         """Return the log-probabilities, in nats, of the tokens after the first; an incomplete answer may raise."""
-
-    def post(self, route: str, body: Any = None, *, query: Mapping[str, Any] | None = None) -> Info:
-        """Call one of the engine's own routes; return ``{"status": HTTP status, "body": JSON, or text}``.
-
-        Raises:
-            EngineRefusedError: the status is not 2xx.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
-        """
-        answer = self.http.call("POST", route, body, query=query, timeout_s=self.timeout_s)
-        if not answer.ok:
-            what = f"{self.url}{route} answered {answer.status}: {answer.message()}"
-            raise EngineRefusedError(what, status=answer.status)
-        try:
-            return {"status": answer.status, "body": answer.json()}
-        except ValueError:
-            return {"status": answer.status, "body": answer.text}
 
 
 class StockPort(HTTPPort):

@@ -321,11 +321,11 @@ class SGLangPort(HTTPPort):
         if before is not None:
             self.unload_adapter(name)
         try:
-            self.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            self._adapter("load_lora_adapter", {"lora_name": name, "lora_path": path})
         except EngineRefusedError:
             if before is not None:
                 with suppress(EngineError, DeadlineError):
-                    self.post("/load_lora_adapter", {"lora_name": name, "lora_path": before})
+                    self._adapter("load_lora_adapter", {"lora_name": name, "lora_path": before})
             raise
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:

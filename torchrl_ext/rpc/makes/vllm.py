@@ -100,11 +100,7 @@ _EXECUTORS = re.compile(
 
 
 class VLLMPort(HTTPPort):
-    """A vLLM server whose workers run our weight-transfer backend.
-
-    Attributes:
-        answer: the server's answer to the last call without a body (pause, resume, sleep, wake, ...).
-    """
+    """A vLLM server whose workers run our weight-transfer backend."""
 
     kind: ClassVar[str] = "vllm"
     modes: ClassVar[tuple[str, ...]] = ("abort", "wait", "keep")
@@ -119,7 +115,6 @@ class VLLMPort(HTTPPort):
     lora_needs: ClassVar[str] = (
         "start the server with --enable-lora, a --max-lora-rank that fits, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     )
-    answer: Info = {}  # noqa: RUF012 - replaced, never changed
 
     def describe(self) -> EngineInfo:
         facts, size = server_info(self.http, _KINDS), self.count_workers()
@@ -266,7 +261,7 @@ class VLLMPort(HTTPPort):
             self._post("/wake_up", query={"tags": tag}, timeout_s=self.timeout_s)
 
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
-        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
+        self._adapter("load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
@@ -294,10 +289,7 @@ class VLLMPort(HTTPPort):
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
         with explained():
             answer = super()._post(route, body, **how)
-        found = answer if isinstance(answer, dict) else {}
-        if body is None:
-            self.answer = found
-        return found
+        return answer if isinstance(answer, dict) else {}
 
 
 @contextmanager
