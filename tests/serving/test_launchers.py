@@ -18,9 +18,7 @@ from torchrl_ext.serving.topology import EnginePlan
 
 
 def plan(path="/nowhere", gpus=(0,), kind="embedded", **more):
-    return EnginePlan(
-        name="a/regular/0", model="a", kind=kind, worker_type="regular", model_path=str(path), gpus=gpus, **more
-    )
+    return EnginePlan(name="a/regular/0", kind=kind, worker_type="regular", model_path=str(path), gpus=gpus, **more)
 
 
 def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_and_its_key(tmp_path):

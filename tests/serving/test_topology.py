@@ -71,7 +71,7 @@ def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
     ):
         row = {"name": "a", "model_path": path, "update_weights": said, "server_groups": [group()]}
         (model,) = parse([row]).models
-        assert model.update_weights is model.engines[0].follows is meant
+        assert model.update_weights is meant
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ pause sent to a router pauses one engine of many. Control calls therefore check 
 Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router 0.3.2):
 
 =======================================  ===========================================================================
-``GET /workers``                         ``{"workers": [{"url", "worker_type", "is_healthy", ...}], ...}``
+``GET /workers``                         ``{"workers": [{"url", "worker_type", ...}], ...}``
 ``POST /workers``                        ``{"url", "worker_type"[, "bootstrap_port"]}``
 ``DELETE /workers/{id or quoted url}``
 =======================================  ===========================================================================
@@ -46,13 +46,11 @@ class RouterWorker:
     Attributes:
         url: base address, without a trailing slash.
         worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
-        healthy: whether the router considers the engine healthy.
         key: the router's id for the engine; "" if the router uses the address.
     """
 
     url: str
     worker_type: str = "regular"
-    healthy: bool = True
     key: str = ""
 
 
@@ -210,6 +208,5 @@ def _worker(row: Any) -> RouterWorker:
     return RouterWorker(
         url=normalise_url(row["url"]),
         worker_type=str(row.get("worker_type") or "regular").lower(),
-        healthy=bool(row.get("is_healthy", True)),
         key=str(row.get("id") or ""),
     )

@@ -145,7 +145,7 @@ def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], **setting
     """Put the engines of a model behind a router."""
     urls = {plan.name: processes[plan.name].url for plan in model.engines}
     # the choice of a transport needs the engines' capabilities; a router needs the prefill engines' bootstrap ports
-    asked = [urls[plan.name] for plan in model.engines if plan.follows or plan.worker_type == "prefill"]
+    asked = [urls[plan.name] for plan in model.engines if model.update_weights or plan.worker_type == "prefill"]
     found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
     infos = []
     for plan in model.engines:

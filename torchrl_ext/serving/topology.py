@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,17 +66,14 @@ class EnginePlan:
         kind: a kind of engine that has a server, such as ``"vllm"``.
         worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
         gpus: device numbers, counted over the whole job.
-        follows: whether the model follows the trainer.
         overrides: fields of the engine's spec or arguments of its server, with underscores.
     """
 
     name: str
-    model: str
     kind: str
     worker_type: str
     model_path: str
     gpus: tuple[int, ...]
-    follows: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -167,7 +164,6 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
         plans += [
             EnginePlan(
                 name=f"{name}/{group.worker_type}/{before + first // each}",
-                model=name,
                 kind=kind,
                 worker_type=group.worker_type,
                 model_path=path,
@@ -187,7 +183,7 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
         if not follows:
             words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
             log.warning(words, name, paths[0], hf_checkpoint)
-    return ModelPlan(name=name, update_weights=follows, engines=tuple(replace(plan, follows=follows) for plan in plans))
+    return ModelPlan(name=name, update_weights=follows, engines=tuple(plans))
 
 
 def check_pools(whose: str, types: Collection[str]) -> None:
