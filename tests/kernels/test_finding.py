@@ -1,19 +1,13 @@
 """What every implementation lists of a model is what the host finds, block for block, and the copies follow."""
 
-import itertools
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import DTYPES, bytes_of, pairs, random_bits, small_steps
+from tests.codecs.data import DTYPES, bytes_of, pairs, random_bits
 from torchrl_ext.codecs import streams
-from torchrl_ext.codecs.blocks import ULP
-from torchrl_ext.codecs.streams import find, fold
-from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.codecs.streams import find
 from torchrl_ext.kernels.base import flat_bits, kernels_on
-from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest
@@ -65,29 +59,3 @@ def test_changes_of_every_dtype_are_listed_as_on_the_host_block_for_block(device
         assert not turned.is_contiguous()
         expected = found_in([*model, ("turned", old, new)], "cpu")
         assert found_in([*model, ("turned", old, turned)], device) == expected, dtype
-
-
-def test_steps_of_several_versions_land_as_one_on_the_device(way):
-    """The catch-up: blocks decoded without a base, folded, and resolved against what the parameters hold."""
-    own, device = way
-    generator = torch.Generator().manual_seed(8)
-    chain = [random_bits(5000, torch.bfloat16, generator).reshape(50, 100)]
-    for _ in range(3):
-        where = torch.rand(5000, generator=generator) < 0.1
-        chain.append(small_steps(chain[-1].reshape(-1), where, generator).reshape(50, 100))
-    table, patches = ParamTable.of([ParamMeta.of("w", chain[0])]), []
-    for old, new in itertools.pairwise(chain):
-
-        def then(found):
-            unit = unit_of(torch.bfloat16)
-            return ULP.decode(ULP.encode(unit, found), table, 0, found.start, found.size)
-
-        patches += find(table, [flat_bits(old)], [(0, 0, new)], then, threads=1)
-    live = {"w": chain[0].to(device)}
-    patcher = Patcher(identity(live), own)
-    (folded,) = fold(patches)
-    staged = patcher.stage(SimpleNamespace(patches=lambda wanted: iter([folded])))
-    assert bytes_of(live["w"].cpu()) == bytes_of(chain[0])
-    patcher.commit()
-    assert bytes_of(live["w"].cpu()) == bytes_of(chain[-1])
-    assert staged == {"w": position_digest(chain[-1])}

@@ -186,17 +186,3 @@ def leaves(how):
 def test_a_process_that_leaves_transfers_half_way_ends_in_peace(how, status):
     done = finished(calling(leaves, how))
     assert (done.stdout, done.returncode) == ("left\n", status), done.stderr[-2000:]
-
-
-def test_a_group_carries_and_broadcasts_in_between():
-    with carriers(size=2) as ends:
-        sent, outs = filled(MIB, 1), [blank(MIB) for _ in range(3)]
-
-        def run(end, flats):
-            first = end.broadcast(flats[0])
-            moved = (end.send if end.rank == 0 else end.receive)(flats[1], 1 - end.rank)
-            for work in (first, moved, end.broadcast(flats[2])):
-                end.wait(work)
-
-        assert beside(lambda: run(ends[0], [sent] * 3), lambda: run(ends[1], outs)) == [None, None]
-        assert all(torch.equal(out, sent) for out in outs)

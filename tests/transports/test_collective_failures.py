@@ -9,21 +9,16 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from tests.processes import calling, finished, running_python
+from tests.processes import calling, running_python
 from tests.transports.members import WAIT_S, Interrupted, beside, broken, enter, group, member, same, stop, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Join, Load
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.weights.source import MappingSource
@@ -89,33 +84,30 @@ def test_an_abort_ends_the_wait_for_ranks_that_do_not_arrive():
     trainer.shutdown()
 
 
-def joining(info, rank):
-    return VLLMCollectiveTransport.join(info, Worker(rank=rank), Deadline(WAIT_S))
-
-
-def opened(trainer, workers, join=joining, params=()):
+def opened(trainer, workers):
     """Form a group with workers that a control layer invites, and return their ends."""
-    opening = trainer.open(workers, params, Deadline(WAIT_S))
+    opening = trainer.open(workers, (), Deadline(WAIT_S))
     info = json.loads(json.dumps(opening.info))
-    joins = [partial(join, info, 1 + one) for one in range(workers)]
+    here = [Worker(rank=rank) for rank in range(1, 1 + workers)]
+    joins = [partial(VLLMCollectiveTransport.join, info, one, Deadline(WAIT_S)) for one in here]
     return beside(lambda: opening.transfer(Deadline(WAIT_S)), *joins)[1:]
 
 
-def sent_to(trainer, source, version, *receives):
-    """Send a version beside what ``receives`` do with word of it; return what each returned or raised."""
+def sent_to(trainer, source, version, ends):
+    """Send a version to these ends; return what each side returned or raised."""
     handoff = trainer.prepare(Update(source=source, version=version), Deadline(WAIT_S))
     arrival = Arrival(version=version, params=source.params(), info=json.loads(json.dumps(handoff.info)))
-    return beside(lambda: handoff.transfer(Deadline(WAIT_S)), *(partial(receive, arrival) for receive in receives))
+    receives = (lambda end=end: dict(end.receive(arrival, {}, Deadline(WAIT_S))) for end in ends)
+    return beside(lambda: handoff.transfer(Deadline(WAIT_S)), *receives)
 
 
 def test_after_a_source_failed_the_same_trainer_connects_again_to_another_number_of_workers():
     trainer, sent = member(0, 0, None), weights()
     for workers in (1, 2, 1):
         ends = opened(trainer, workers)
-        receives = [lambda arrival, end=end: dict(end.receive(arrival, {}, Deadline(WAIT_S))) for end in ends]
-        _, *received = sent_to(trainer, MappingSource(sent), 1, *receives)
+        _, *received = sent_to(trainer, MappingSource(sent), 1, ends)
         assert all(same(one, sent) for one in received)
-        failed, *lost = sent_to(trainer, Interrupted(sent, 12, broken), 2, *receives)
+        failed, *lost = sent_to(trainer, Interrupted(sent, 12, broken), 2, ends)
         assert isinstance(failed, ValueError)
         for error in lost:
             assert isinstance(error, TransportError) and "the source broke" in str(error) and "rank 0" in str(error)
@@ -133,58 +125,7 @@ def test_numbers_of_workers_that_do_not_fit_are_refused():
         member(0, 0, 2).open(3, (), Deadline(WAIT_S))
 
 
-class Refusing(TensorsLoader):
-    """Fails at the parameter of a name; or, without one, before it looks at any."""
-
-    def load(self, pairs):
-        if self.name is None:
-            broken()
-        super().load(pair if pair[0] != self.name else broken() for pair in pairs)
-
-
-@pytest.mark.parametrize(("name", "words"), [("5.weight", "stopped loading after"), (None, "it loaded nothing")])
-def test_a_loader_that_fails_in_process_ends_the_group_while_its_error_is_still_held(name, words):
-    policy, served = (dict(nn.Sequential(*(nn.Linear(70, 70) for _ in range(8))).state_dict()) for _ in range(2))
-    trainer, source, loader = member(0, 0, None), MappingSource(policy), Refusing(served)
-    receiver, rows, loader.name = WeightReceiver(loader), [meta.to_json() for meta in source.params()], name
-
-    def join(info, rank):
-        receiver.connect(Join.of({**info, "transport": "collective", "params": rows}))
-        receiver.start()
-
-    def load(arrival):
-        receiver.load(Load(version=arrival.version, handoff={**arrival.info, "params": rows}))
-
-    assert opened(trainer, 1, join, source.params()) == [None]
-    told, held = sent_to(trainer, source, 1, load)
-    assert isinstance(held, ValueError)
-    assert isinstance(told, TransportError) and "rank 1" in str(told) and words in str(told)
-    loader.name = "none of them"
-    assert opened(trainer, 1, join, source.params()) == [None]
-    assert sent_to(trainer, source, 2, load) == [None, None] and same(served, policy)
-    receiver.close()
-    trainer.shutdown()
-
-
 # processes that end, die or freeze
-
-
-def leaves_half_way():
-    with ThreadPoolExecutor(1) as pool:
-        entered = group(2)
-        trainer, worker = entered.__enter__()
-        sent = pool.submit(trainer.send_weights, "policy", weights(count=60))
-        within = Deadline(WAIT_S)
-        end = worker.attend(within)
-        pairs = end.receive(end.get(within), {}, within)
-        next(pairs)
-        end.close()
-        print("rank 1" in str(sent.exception(WAIT_S)), flush=True)
-
-
-def test_a_process_that_holds_both_ends_ends_in_peace_after_a_failed_update():
-    done = finished(calling(leaves_half_way))
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr[-2000:]
 
 
 def receives(port, rank, size, stop_at):

@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
@@ -20,17 +19,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchrl_ext as tx
 from tests.hostile import refused_or_right, worse_json, worse_text
 from tests.processes import calling, finished
 from tests.rpc.sockets import talking
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
-from torchrl_ext.messages import Finish, Join, Load
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.base import Update, Worker
+from torchrl_ext.transports.base import Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.group import notes as notes_module
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Note, host
@@ -39,7 +35,6 @@ from torchrl_ext.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNo
 from torchrl_ext.transports.group.process_group import Group, Seat, form_group
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import as_source
 
 
 @contextmanager
@@ -98,37 +93,6 @@ def test_an_abort_ends_the_wait_for_a_port_that_says_nothing():
         timer.start()
         with pytest.raises(TransportError, match="an abort"):
             worker.init_all_workers_group({})
-
-
-def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once():
-    served, policy = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-    params = [meta.to_json() for meta in as_source(policy).params()]
-    receiver, other, began = WeightReceiver(served), tx.make_transport("memory"), time.monotonic()
-    with silent_port() as port, ThreadPoolExecutor(1) as pool:
-        info = {**member(0, 0, None).open(1, (), Deadline(WAIT_S)).info, "master_port": port, "params": params}
-        waiting = pool.submit(receiver.connect, Join.of({**info, "transport": "collective"}))
-        while receiver._within.who != "the trainer":
-            assert time.monotonic() - began < WAIT_S
-        receiver.abort()  # as every control layer does before it lets another trainer in
-        with pytest.raises(TransportError, match="an abort"):
-            waiting.result(WAIT_S)
-        offer = other.open(1, (), Deadline(WAIT_S)).info
-        receiver.connect(Join.of({**offer, "transport": "memory", "params": params}))
-    other.prepare(Update(source=as_source(policy), version=1), Deadline(WAIT_S))
-    receiver.start()
-    receiver.load(Load(version=1, handoff={"params": params}))
-    receiver.finish(Finish(version=1))
-    assert torch.equal(served.weight, policy.weight)
-
-
-def test_nobody_is_asked_for_the_name_of_an_address(monkeypatch):
-    asked = []
-    monkeypatch.setattr(socket, "getnameinfo", lambda *a: asked.append(a))
-    monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: asked.append(a))
-    with group(2) as (trainer, worker):
-        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
-        assert same(received, weights())
-    assert not asked
 
 
 # those that may not
@@ -318,18 +282,12 @@ def test_a_worker_that_cannot_read_a_handoff_names_the_field_and_tells_the_train
         assert not trainer.check_connection() and not worker.check_connection()
 
 
-def sharded(port, rank, size):
-    how = {"device": "cpu", "timeout_s": WAIT_S}
-    return tx.ShardedTransport("127.0.0.1", port, None if rank == 0 else rank - 1, size - 1, **how)
-
-
-@pytest.mark.parametrize("make", [member, sharded])
-def test_notes_have_room_for_groups_that_come_and_go(make, monkeypatch):
+def test_notes_have_room_for_groups_that_come_and_go(monkeypatch):
     monkeypatch.setattr(notes_module, "_STORE_BYTES", 60_000)
     port, sent = free_port(), weights(count=500, numel=3)
-    trainer = make(port, 0, 2)
+    trainer = member(port, 0, 2)
     for _ in range(8):  # the notes of one take 10 KB
-        worker = make(port, 1, 2)
+        worker = member(port, 1, 2)
         assert enter(trainer, worker) == [None, None]
         _, received = beside(lambda: trainer.send_weights("policy", sent), worker.receive_weights)
         assert same(received, sent)

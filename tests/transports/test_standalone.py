@@ -7,7 +7,6 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
-from torchrl_ext.errors import ConfigError
 from torchrl_ext.testing import Ends, assert_arrived, assert_held
 from torchrl_ext.weights.source import MappingSource
 
@@ -67,9 +66,3 @@ def test_a_torchrl_strategy_applies_them_to_a_nested_model(ends, extract_as):
     sent, held = layers(), layers()
     ends.exchange("policy", sent, model=held, strategy=WeightStrategy(extract_as))
     assert_held(dict(held.named_parameters()), dict(sent.named_parameters()))
-
-
-@pytest.mark.parametrize("into", ["weights", "model"])
-def test_an_object_without_tensors_is_refused_at_once(ends, into):
-    with pytest.raises(ConfigError, match="cannot be loaded into a list"):
-        ends.worker.receive_weights(None, **{into: [torch.zeros(3)]})

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.models import converted_model
-from tests.processes import calling, python
 from tests.ranks import on_ranks, raises_if
 from tests.weights.shards.ranks import Policy, no_collectives, require_assembled, sharded
 from torchrl_ext.errors import ManifestError
@@ -219,46 +215,3 @@ def test_weights_into_which_adapters_are_merged_are_gathered_the_others_are_not(
     fully_shard(model)
     shards = require_assembled(as_source(model), gathers={"1.weight"})
     assert [shard.why for shard in shards if shard.gathers] == ["adapters are merged into it"]
-
-
-SIZES = (1, 2, 3, 5, 7, 11, 12, 13, 24, 31)
-
-
-def rows(size):
-    return 1 + torch.arange(size * 3.0).view(size, 3)
-
-
-def held_by(shape, inner, rank):
-    """What a rank that talks to nobody holds: of each size, the block's start, stop and values."""
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=torch.Size(shape).numel())
-    names = ("data", "one", "two")[: len(shape)]
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=names), []
-    for size in SIZES:
-        model = nn.Module()
-        split = distribute_tensor(rows(size), mesh[names[1:]], list(map(Shard, inner)), src_data_rank=None)
-        model.rows = nn.Parameter(split)
-        fully_shard(model, mesh=mesh["data"])
-        for shard in as_source(model).shards():
-            assert not shard.gathers, shard.why
-            found.append((size, shard.block.start, shard.block.stop, shard.take().tolist()))
-    return found
-
-
-def held_by_many():
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        for shape, inner in (((3, 2), (0,)), ((2, 3), (1,)), ((3, 2, 2), (0, 0))):
-            whole = {size: torch.zeros(size, 3) for size in SIZES}
-            ranks = range(torch.Size(shape).numel())
-            for found in pool.starmap(held_by, [(shape, inner, rank) for rank in ranks], chunksize=1):
-                for size, start, stop, values in found:
-                    where = whole[size][tuple(map(slice, start, stop))]
-                    assert not where.any(), "an element is on two ranks"
-                    where += torch.tensor(values)
-            for size, tensor in whole.items():
-                assert torch.equal(tensor, rows(size)), (shape, size)
-
-
-def test_fully_shard_over_many_ranks_holds_what_it_says():
-    """Each rank in a process of its own that talks to nobody: splits by up to three dimensions of a mesh."""
-    python(calling(held_by_many))
