@@ -7,7 +7,6 @@ import csv
 import pytest
 from torch import nn
 from torchrl.record.loggers import CSVLogger
-from torchrl.record.loggers.common import Logger
 
 import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, UpdateError
@@ -66,22 +65,6 @@ def test_a_logger_of_torchrl_has_every_scalar_by_version_and_the_number_of_failu
     versions = first.version, failed.version, last.version
     assert len({*versions}) == 3 and column("sync/failures") == dict(zip(versions, (0.0, 1.0, 1.0), strict=True))
     assert column("sync/engines_serving") == dict(zip(versions, (1.0, 0.0, 1.0), strict=True))
-
-
-def test_every_logger_that_derives_from_torchrls_base_is_one(trainer):
-    class Noting(Logger):
-        def __init__(self):
-            self.noted = []
-
-        def log_scalar(self, name, value, step=None):
-            self.noted.append((name, value, step))
-
-        _create_experiment = log_video = log_hparams = log_histogram = __repr__ = object.__repr__
-
-    noting = Noting()
-    trainer.sender.log_to(noting)
-    report = trainer.update()
-    assert ("sync/bytes", float(report.bytes), 1) in noting.noted
 
 
 def test_a_function_gets_each_report_and_one_that_raises_is_a_warning(trainer, caplog):

@@ -11,7 +11,6 @@ import torch
 import torchrl_ext as tx
 from tests.models import converted_model
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.stores.manifest import MANIFEST, read_manifest
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.weights import hf_names
@@ -30,20 +29,6 @@ def updates(transport, weights, **settings):
         next(iter(own.values()))[0] += 1
         yield sender.update_weights(own)
     assert all(torch.equal(served[name], tensor) for name, tensor in weights.items())
-
-
-@pytest.mark.parametrize("transport", ["delta", "disk"])
-def test_the_mapper_is_called_so_many_times_for_each_name(transport, tmp_path):
-    calls = Counter()
-
-    def mapped(name):
-        calls[count] += 1
-        return name.removeprefix("trainer.")
-
-    for count in (50, 200):
-        first, _ = updates(tx.make_transport(transport, root=tmp_path / str(count)), tensors(count), mapper=mapped)
-        assert first.verified
-    assert calls[200] == 4 * calls[50] and calls[50] <= 50 * 2 * 3  # of two updates
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
@@ -86,14 +71,3 @@ def test_names_of_a_model_are_spelled_once_for_all_deltas_until_its_memory_is_gi
         assert made["all"] == counts[3] + 1
     same = dict(served.named_parameters())
     assert all(torch.equal(same[name], tensor) for name, tensor in policy.named_parameters())
-
-
-def test_manifests_of_the_same_parameters_share_a_table(tmp_path):
-    weights = tensors(3)
-    with tx.make_transport("delta", root=tmp_path, keyframe_every=0) as trainer:
-        for _ in range(3):
-            weights["model.layers.0.weight"] += 1
-            trainer.send_weights(weights)
-    paths = [tmp_path / f"weight_v{number:06d}" / MANIFEST for number in (2, 3)]
-    one, other = (read_manifest(path.read_bytes(), "here") for path in paths)
-    assert one.version != other.version and one.table is other.table

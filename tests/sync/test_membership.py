@@ -6,13 +6,8 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
-from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from tests.processes import WAIT_S
 from torchrl_ext.errors import EngineError, EngineUnreachableError
-from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.serving.processes import free_port
 
 STEPS = ("info", "connect", "rehearse", "prefetch", "begin", "load", "commit")
 
@@ -107,52 +102,3 @@ def test_an_update_of_nobody_raises_and_loses_nothing(tmp_path):
         fleet.add(first)
         change(policy)
         assert sender.update_weights(policy).version == 2 and same(one, policy)
-
-
-# engines in processes of their own
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-def serve(checkpoint, port=0):
-    return EmbeddedServer(checkpoint, port=port, dtype="float32")
-
-
-def says(server):
-    (found,) = InferenceClient(server.url, timeout_s=WAIT_S).generate([PROMPT], max_tokens=4, temperature=0)
-    return list(found.token_ids), {span.version for span in found.weight_versions}
-
-
-@torch.no_grad()
-def learn(policy, seed):
-    policy.lm_head.weight[seed * 5 % 512].neg_()
-    policy.model.embed_tokens.weight[seed * 3 % 512].neg_()
-
-
-@pytest.mark.parametrize("name", ["delta", pytest.param("collective", marks=pytest.mark.exhaustive)])
-def test_processes_that_are_listed_started_again_and_gone_hold_what_the_trainer_sent(name, checkpoint, tmp_path):
-    policy, listed, port = tiny_model(seed=1), [], free_port()
-    where = {"root": tmp_path / "root", "base": checkpoint} if name == "delta" else {}
-    data = tx.make_transport(name, timeout_s=20, **where)
-    with serve(checkpoint) as steady, tx.WeightSender(data, tx.connect(members=lambda: listed)) as sender:
-        with pytest.raises(EngineError, match="the fleet has no engine"):
-            sender.update_weights(policy)
-        listed[:] = [steady.url]
-        sender.update_weights(policy)
-        for _ in range(2):  # it joins, and comes back at the same address with its first weights
-            with serve(checkpoint, port) as joiner:
-                listed[:] = [steady.url, joiner.url]
-                learn(policy, sender.version + 1)
-                report = sender.update_weights(policy)
-                assert report.verified and [row.version for row in report.engines] == [sender.version] * 2
-                want = greedy(policy, PROMPT, 4)
-                assert says(joiner) == says(steady) == (want, {str(sender.version)})
-                learn(policy, sender.version + 1)
-                report = sender.update_weights(policy)
-                assert says(joiner) == says(steady) and says(joiner)[0] == greedy(policy, PROMPT, 4)
-        listed[:] = [steady.url]
-        learn(policy, sender.version + 1)
-        assert [row.engine for row in sender.update_weights(policy).engines] == [steady.url]

@@ -17,7 +17,6 @@ from torchrl_ext.sync.engines.inprocess import InProcessEngine, Layered
 from torchrl_ext.sync.update_source import named
 from torchrl_ext.types import Part
 from torchrl_ext.weights.derived import MappedSource
-from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import ModuleSource, WeightSource, as_source
 
 
@@ -97,24 +96,6 @@ class TestSourceOfAPart:
         assert [shard.meta.name for shard in listed] == ["a.bias", "bb.weight"]
         assert torch.equal(listed[0].take(), source.module["a"].bias)
         assert torch.equal(listed[1].take(), source.module["bb"].weight)
-
-    def test_shards_that_gather_nothing_are_passed_over(self):
-        taken = []
-
-        class Held(WeightSource):
-            def params(self):
-                return ModuleSource(policy()).params()
-
-            def __iter__(self):
-                raise AssertionError("no pass is needed")
-
-            def shards(self):
-                for meta in self.params():
-                    yield Shard(meta, Block.whole(meta.shape), lambda name=meta.name: taken.append(name))
-
-        for shard in limited(Held(), Part(base=1, names=frozenset(["b.bias"]))).shards():
-            shard.take()
-        assert taken == ["b.bias"]
 
 
 class Plain(TensorsLoader):

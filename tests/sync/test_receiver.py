@@ -123,21 +123,6 @@ def test_another_model_gets_everything_once_the_trainer_joined_for_it():
     assert narrow.weight.shape == (2, 2)
 
 
-def test_cached_memory_is_freed_after_whole_loads_and_not_after_changes(tmp_path, monkeypatch):
-    freed = []
-    monkeypatch.setattr("torchrl_ext.sync.receiver.free_cached", lambda: freed.append(receiver.version))
-    policy, receiver = nn.Linear(30, 20), tx.WeightReceiver(nn.Linear(30, 20))
-    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), InProcessEngine(receiver))
-    for _ in range(3):
-        with torch.no_grad():
-            policy.weight[0, 0] += 1
-        assert sender.update_weights(policy).verified
-    assert freed == [0, 0]  # before and after the first version
-    receiver.invalidate()
-    assert sender.update_weights(policy).verified and freed == [0, 0, 3, 3]
-    sender.shutdown()
-
-
 class Whole(WeightLoader):
     """Takes whole tensors, and nothing else."""
 
@@ -229,17 +214,6 @@ class TestFinish:
             assert receiver.handle(Finish(version=version))["version"] == receiver.held.base == version
         assert receiver.handle(State()) == {"whole": True}
 
-    def test_an_engine_without_a_load_keeps_its_version(self):
-        model = {"a": torch.zeros(4)}
-        engine = tx.make_engine("inprocess", engine=model)
-        with tx.WeightSender(tx.make_transport("memory"), engine) as sender:
-            sender.update_weights({"a": torch.ones(4)})
-            engine.begin(99)
-            with pytest.raises(EngineRefusedError, match="previous weights"):
-                engine.commit(99)
-            assert engine.rows()[0].version == 1 and engine.rows()[0].state == "paused"
-            assert sender.update_weights({"a": torch.full((4,), 2.0)}).verified and float(model["a"][0]) == 2.0
-
 
 class Losing(TensorsLoader):
     """Takes every tensor that arrives, and leaves one of the model as it was."""
@@ -259,23 +233,6 @@ def test_a_full_version_is_read_back_from_the_model(transport, tmp_path):
     with sender, pytest.raises(UpdateError, match="parameter 'b' of the model differs"):
         sender.update_weights({"a": torch.ones(4), "b": torch.ones(4)})
     assert float(held["a"][0]) == 1.0 and engine.rows()[0].state == "paused"
-
-
-class Overlapping(torch.nn.Module):
-    """Two parameters, of which the end of one is the beginning of the other."""
-
-    def __init__(self):
-        super().__init__()
-        memory = torch.zeros(20)
-        self.a, self.b = torch.nn.Parameter(memory[:12]), torch.nn.Parameter(memory[8:])
-
-
-@pytest.mark.parametrize("transport", ["delta", "disk"])
-def test_parameters_that_overlap_hold_no_version(transport, tmp_path):
-    engine = tx.make_engine("inprocess", engine=Overlapping())
-    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine)
-    with sender, pytest.raises(UpdateError):
-        sender.update_weights({name: torch.randn(12) for name in ("a", "b")})
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk", "memory"])

@@ -18,7 +18,6 @@ from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
-from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 
@@ -191,19 +190,6 @@ class Passes(tx.WeightSource):
 class TestAlone:
     """A trainer of one process: nobody waits in a gather, so that a failed update reads nothing for nobody."""
 
-    def test_an_interrupted_pass_is_not_finished(self):
-        class Interrupted(tx.MemoryTransport):
-            def prepare(self, update, within):
-                stream = iter(update.source)
-                for _ in range(3):
-                    next(stream)
-                raise KeyboardInterrupt
-
-        source = Passes()
-        with pytest.raises(KeyboardInterrupt):
-            tx.WeightSender(Interrupted()).update_weights(source)
-        assert source.read == 3
-
     def test_a_delta_is_published_without_an_engine(self, tmp_path):
         model = nn.Linear(3, 2)
         with tx.WeightSender(tx.DeltaTransport(tmp_path)) as sender:
@@ -231,37 +217,6 @@ class TestAlone:
         report = sender.update_weights(Beside())
         assert (refused.read, report.version, report.tensors, sender.version) == (0, 1, 8, 1)
         assert report.spans["prepare"] > 0
-
-
-def test_a_failed_update_reports_nothing_of_the_one_before_it_and_has_one_state(tmp_path):
-    policy = {"w": torch.randn(100_000)}
-    _, engine = stubborn_engine({"w": torch.zeros(100_000)})
-    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), Pool([engine]))
-    sender.update_weights(policy)
-    policy["w"][::1000] += 1
-    report = sender.update_weights(policy)
-    assert 0 < report.density < 0.01
-    with pytest.raises(UpdateError) as told:
-        sender.update_weights({"other": torch.zeros(3)})
-    failed = told.value.report
-    assert (failed.bytes, failed.density, failed.model_bytes) == (0, 0.0, 12)
-    assert "publish" not in failed.spans and str(told.value).count("State:") == 1
-    sender.shutdown()
-
-
-def test_digests_are_taken_only_for_engines_that_compare_them(transport, monkeypatch):
-    taken = []
-    monkeypatch.setattr(
-        "torchrl_ext.sync.update_source.tensor_digest", lambda tensor: taken.append(tensor) or tensor_digest(tensor)
-    )
-
-    class Unable(InProcessEngine):
-        verifies = False
-
-    report = tx.WeightSender(transport, Unable(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2))
-    assert (taken, report.proof) == ([], "sent")
-    assert tx.WeightSender(transport, InProcessEngine(nn.Linear(3, 2))).update_weights(nn.Linear(3, 2)).verified
-    assert len(taken) == 2
 
 
 def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go(tmp_path):
