@@ -12,17 +12,16 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Any, Final, final
-from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch import Tensor
 
 import torchrl_ext
+from tests.rpc.sockets import serving
 from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import Message, partial_version, read
@@ -168,15 +167,12 @@ class FakeEngine(Faults):
         self.asleep: set[str] = set()
         self._receiver = WeightReceiver(self.tensors)
         self._open = self._session = self._frozen = self._given_up = False
-        self._alone, self._closed = threading.RLock(), threading.Event()
+        self._alone = threading.RLock()
         routes = self._sglang() if self.kind == "sglang" else self._vllm()
         self._routes = {"GET /health": (200, {}), **routes}
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.fake = self
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=f"fake {make}")
-        self._thread.daemon = True
-        self._thread.start()
+        self._ends = ExitStack()
+        self._server = self._ends.enter_context(serving(self._respond))
+        self.url = self._server.url
 
     @property
     def counts(self) -> Counter[str]:
@@ -195,11 +191,7 @@ class FakeEngine(Faults):
 
     def close(self) -> None:
         """Stop the server, dropping requests that hang."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._server.shutdown()
-            self._thread.join()
-            self._server.server_close()
+        self._ends.close()
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -209,8 +201,14 @@ class FakeEngine(Faults):
 
     # requests
 
-    def _respond(self, call: Call) -> Reply | None:
-        """Answer a request; None cuts the connection."""
+    def _respond(self, asked: Any) -> Reply:
+        query = {name: one if len(one) > 1 else one[0] for name, one in asked.query.items()}
+        headers = {name.lower(): value for name, value in asked.headers.items()}
+        call = Call(route=f"{asked.method} {asked.path}", query=query, body=asked.body, headers=headers)
+        status, answer = self._answer(call)
+        return status, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+
+    def _answer(self, call: Call) -> Reply:
         if call.route == _LOOK and call.route not in self.answers:
             return _ABSENT
         self.calls.append(call)
@@ -221,8 +219,10 @@ class FakeEngine(Faults):
             case "junk":
                 return 200, fault.junk
             case "hang":
-                self._closed.wait(_LATE_S)
-        return None if fault.how in ("cut", "hang", "lose") else reply
+                self._server.stopped.wait(_LATE_S)
+        if fault.how in ("cut", "hang", "lose"):
+            raise ConnectionAbortedError
+        return reply
 
     def _do(self, call: Call) -> Reply:
         asked = {**(call.body if isinstance(call.body, dict) else {}), **call.query}
@@ -541,39 +541,3 @@ class FakeEngine(Faults):
         rows = [[value, token, None] for token, value in zip(prompt, self._score(prompt), strict=True)]
         rows[0][0] = None
         return {"output_ids": [1], "meta_info": {"input_token_logprobs": rows}}
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-    fake: FakeEngine
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or a kept connection waits 40 ms for each answer
-    server: _Server
-
-    def do_GET(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "null")
-        parts = urlsplit(self.path)
-        query = {name: one if len(one) > 1 else one[0] for name, one in parse_qs(parts.query).items()}
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        call = Call(route=f"{self.command} {parts.path}", query=query, body=body, headers=headers)
-        reply = self.server.fake._respond(call)
-        if reply is None:
-            self.close_connection = True
-            return
-        status, answer = reply
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        with suppress(OSError):  # the client may have disconnected
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    do_POST = do_OPTIONS = do_GET
-
-    def log_message(self, *args: object) -> None:
-        """Log nothing: `FakeEngine.calls` has the requests."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import socketserver
 import threading
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from urllib.parse import parse_qs
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a kept connection waits 40 ms for each answer
 
     def handle_call(self):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -26,23 +26,23 @@ class Handler(BaseHTTPRequestHandler):
         except ConnectionAbortedError:  # the answer is lost
             self.close_connection = True
             return
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if callable(answer):
-            self.send_header("connection", "close")
-            self.end_headers()
-            self.close_connection = True
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the client may have left
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            if callable(answer):
+                self.send_header("connection", "close")
+                self.end_headers()
+                self.close_connection = True
                 for piece in answer(self.server.stopped):
                     self.wfile.write(piece)
                     self.wfile.flush()
-            return
-        data = answer.encode() if isinstance(answer, str) else answer
-        data = data if isinstance(data, bytes) else json.dumps(data).encode()
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+                return
+            data = answer.encode() if isinstance(answer, str) else answer
+            data = data if isinstance(data, bytes) else json.dumps(data).encode()
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
     do_GET = do_POST = do_DELETE = do_OPTIONS = handle_call
 
@@ -52,10 +52,6 @@ class Handler(BaseHTTPRequestHandler):
 
 class Listening(ThreadingHTTPServer):
     request_queue_size = 128  # a full queue costs whoever comes then seconds
-
-
-class Listening6(Listening):
-    address_family = socket.AF_INET6
 
 
 @contextmanager
@@ -74,15 +70,15 @@ def _running(server):
 
 
 @contextmanager
-def serving(answer, *, tls=None, cls=Listening, host="127.0.0.1"):
+def serving(answer, *, tls=None, cls=Listening):
     """A server whose ``answer`` takes a call and returns status, body (JSON, text, bytes, or a function that
     yields pieces) and perhaps headers. It has ``calls`` (method, path, body) and their ``keys``."""
-    server = cls((host, 0), Handler)
+    server = cls(("127.0.0.1", 0), Handler)
     server.answer, server.calls, server.keys = answer, [], []
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     with _running(server):
-        server.url = f"http://{host}:{server.port}"
+        server.url = f"http://127.0.0.1:{server.port}"
         yield server
 
 

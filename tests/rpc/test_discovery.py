@@ -233,14 +233,6 @@ def test_discovery_reads_what_an_engine_says_by_either_route(make, described, fo
         assert [engine.kind for engine in tx.connect(fake.url).engines] == [make]
 
 
-def test_of_a_vllm_server_its_description_alone_is_enough():
-    config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}, "load_config": {"load_format": "auto"}}
-    with scripted({"/server_info": (200, {"vllm_config": config})}) as server:
-        (info,) = tx.discover(server.url)
-    assert (info.kind, info.world_size, info.tp_size, info.dp_size, info.model) == ("vllm", 6, 2, 3, "/models/policy")
-    assert (info.weight_version, info.worker_type, info.transports) == ("", "prefill", ("disk", "native"))
-
-
 STRANGER = """
 from tests.rpc.test_discovery import scripted
 import torchrl_ext as tx

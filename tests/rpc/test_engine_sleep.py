@@ -66,16 +66,6 @@ def test_the_colocated_order_works_with_a_client_of_its_own_for_every_step(fake,
     assert fake.serving and fake.whole
 
 
-@pytest.mark.parametrize("paused", [False, True])
-def test_an_engine_that_is_awake_is_not_woken(fake, trainer, paused):
-    engine = client(fake)
-    if paused:
-        engine.pause()
-    del fake.calls[:]
-    trainer.update(engine, 2)
-    assert fake.serving and not fake.counts[WAKE[fake.kind]]
-
-
 @pytest.mark.parametrize("stranger", [False, True])
 def test_asleep_it_is_not_resumed_and_without_weights_nothing_but_an_update_lets_it_serve(fake, trainer, stranger):
     engine = client(fake)

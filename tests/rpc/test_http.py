@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.processes import python
-from tests.rpc.sockets import Listening, Listening6, drip, serving, talking
+from tests.rpc.sockets import Listening, drip, serving, talking
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.rpc.connections import run
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
-from torchrl_ext.rpc.router import refuse_router
 
 LIMIT_S = 10.0  # far above every deadline here: what it bounds is one that does not hold
 KEYS = ("user", "admin")
@@ -176,18 +173,6 @@ def full(stack, address="127.0.0.1", port=0):
     return listener.getsockname()[1]
 
 
-def test_a_name_with_several_addresses_has_one_deadline_for_all(monkeypatch):
-    dead = [f"127.0.0.{last}" for last in range(2, 22)]
-    with contextlib.ExitStack() as stack:
-        port = full(stack, dead[0])
-        for address in dead[1:]:
-            full(stack, address, port)
-        addresses(monkeypatch, port, *dead)
-        late = pytest.raises((DeadlineError, EngineUnreachableError), match=r"engine\.example.*(1|0\.\d+) s")
-        with within_the_limit(), late:
-            HTTPSession(f"engine.example:{port}").get("/health", timeout_s=1)
-
-
 def test_the_first_address_that_takes_a_connection_answers_under_the_name_that_was_given(server, monkeypatch):
     addresses(monkeypatch, server.port, "127.0.0.2", "127.0.0.1")
     session = HTTPSession(f"engine.example:{server.port}", timeout_s=10)
@@ -307,37 +292,6 @@ def test_the_connection_of_the_second_attempt_is_new():
     assert len(calls) == 2 and calls[1] == 3
 
 
-def test_a_port_that_was_not_named_is_named_where_nobody_answers():
-    with pytest.raises(EngineUnreachableError, match="the address is right; it names no port, and port 80 was tried"):
-        HTTPSession("127.0.0.1", timeout_s=10).get("/health")
-    with pytest.raises(EngineUnreachableError, match=r"and that the address is right\.$"):
-        HTTPSession("127.0.0.1:1", timeout_s=10).get("/health")
-
-
-def test_ipv6_addresses_work():
-    try:
-        with serving(answer, cls=Listening6, host="::1") as server:
-            assert HTTPSession(f"[::1]:{server.port}").get("/echo")["path"] == "/echo"
-    except OSError:
-        pytest.skip("this machine has no IPv6 loopback")
-
-
-@pytest.fixture
-def eager_threads():
-    """Threads take turns a thousand times as often, so that races between them show."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_one_session_serves_many_threads(server, eager_threads):
-    session, calls = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=60, check=refuse_router), range(500)
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda i: session.post("/echo", i)["body"], calls))
-    assert answers == list(calls)
-
-
 @pytest.mark.parametrize("keep_s", [0.0, 2.0])
 def test_a_forked_process_makes_calls_of_its_own(server, keep_s):
     session = HTTPSession(server.url, timeout_s=10, keep_s=keep_s)
@@ -395,26 +349,6 @@ def test_only_the_shared_loop_keeps_connections_and_no_loop_of_a_caller():
         session.close()
 
 
-LAST = """
-import sys
-from torchrl_ext.rpc.http import HTTPSession
-
-class Last:
-    def __init__(self):
-        self.session, self.is_finalizing = HTTPSession(sys.argv[1]), sys.is_finalizing
-
-    def __del__(self):
-        print(self.is_finalizing(), self.session.get("/echo")["path"])
-
-last = Last()
-last.session.get("/echo")
-"""
-
-
-def test_an_object_that_is_dropped_at_the_end_of_the_process_may_make_a_call(server):
-    assert python(LAST, server.url).split() == ["True", "/echo"]
-
-
 @pytest.fixture
 def interruptible():
     """A process in the background of a shell ignores ctrl-c, and hands that on."""
@@ -455,17 +389,6 @@ def test_ctrl_c_ends_a_call_and_its_connection(recwarn, interruptible, monkeypat
         assert left.wait(LIMIT_S)
     gc.collect()
     assert not [warning for warning in recwarn if issubclass(warning.category, ResourceWarning)]
-
-
-def test_connections_that_are_kept_leave_without_a_word_and_a_call_after_their_end_opens_others(server, caplog):
-    session = HTTPSession(server.url, keep_s=2.0)
-    for _ in range(2):
-        assert session.get("/x")["path"] == "/x"
-        session.close()
-    assert session.get("/x")["path"] == "/x"
-    del session
-    gc.collect()
-    assert not caplog.records
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from itertools import count
 from urllib.parse import unquote
@@ -135,16 +134,6 @@ def test_a_session_for_control_calls_refuses_a_router_and_asks_an_engine_only_on
         for _ in range(3):
             session.get("/health")
         assert [path for _, path, _ in engine.calls] == ["/workers", *["/health"] * 3]
-
-
-def test_the_look_at_whether_it_is_a_router_is_within_the_deadline_of_the_call():
-    leave = threading.Event()
-    with sockets.serving(lambda asked: (leave.wait(20) and 200 if asked.path == "/health" else 404, "")) as engine:
-        session = HTTPSession(engine.url, timeout_s=20, check=refuse_router)
-        with pytest.raises(DeadlineError, match=r"0\.\d+ s"):
-            session.get("/health", timeout_s=0.3)
-        leave.set()
-        session.get("/health")
 
 
 @pytest.mark.parametrize(

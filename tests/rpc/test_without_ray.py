@@ -16,9 +16,3 @@ def test_its_names_say_what_to_install():
         "    else:\n"
         "        raise AssertionError"
     )
-
-
-def test_the_other_engines_do_not_miss_it():
-    python(
-        WITHOUT + "import torch; assert tx.make_engine('inprocess', engine={'w': torch.zeros(1)}).info()", fresh=True
-    )
