@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
-from tests.processes import python
 from torchrl_ext.deadline import Deadline, beside, in_thread, one_at_a_time
 from torchrl_ext.errors import DeadlineError, TransportError
 
@@ -126,26 +124,3 @@ class TestBeside:
                 within.poll(lambda: None)
             finally:
                 go_on.set()
-
-
-def test_a_thread_that_never_returns_is_waited_for_no_longer_than_asked():
-    stuck = threading.Event()
-    job = in_thread(stuck.wait, "stuck")
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        job.result(0.01)
-    assert time.monotonic() - began < WAIT_S
-    stuck.set()
-    assert job.result(WAIT_S)
-
-
-def test_an_object_that_is_dropped_with_the_process_is_waited_for():
-    said = python(
-        "from torchrl_ext.deadline import in_thread\n"
-        "class Last:\n"
-        "    def __del__(self):\n"
-        "        print(in_thread(lambda: 'done', 'last').result(5))\n"
-        "last = Last()",
-        fresh=True,
-    )
-    assert said == "done\n"

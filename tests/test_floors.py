@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import beside
 from tests.processes import ROOT, python
 
 PACKAGE = ROOT / "torchrl_ext"
@@ -239,3 +240,8 @@ if __name__ == "__main__":
         before, _, rest = target.read_text().partition(BEGIN)
         target.write_text(f"{before}{BEGIN}{drawn()}{END}{rest.partition(END)[2]}")
     print(drawn(), end="")
+
+
+def test_files_by_which_tests_are_shared_between_processes_exist():
+    named = {*beside.LONGEST, *beside.SHORT, *beside.RAY} - {"short deadlines", "Ray"}
+    assert not [name for name in named if not (ROOT / "tests" / name).exists()]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
-from importlib.metadata import distributions
-
 import pytest
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
-from tests.processes import WAIT_S
 from tests.rpc.servers import KNOWN, running
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import Registry, transports
@@ -111,24 +107,6 @@ def test_a_package_whose_files_are_damaged_hides_no_other(site, file, caplog):
     assert ours.names().keys() == {"pigeon", "dodo", "disk"} and ours.load("pigeon")
     (record,) = caplog.records
     assert "transports of one package are left out: 'utf-8' codec" in record.getMessage()
-
-
-def test_a_look_that_the_system_refused_is_repeated_and_a_thread_beside_it_waits(site, monkeypatch):
-    looks, ours = [], Registry("transport", group="torchrl_ext.transports")
-    ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
-
-    class Refused:
-        @property
-        def entry_points(self):
-            looks.append(pool.submit(ours.names))  # another thread, in the middle of this look
-            assert not wait(looks[-1:], 0.5).done
-            raise OSError("too many open files")
-
-    monkeypatch.setattr("importlib.metadata.distributions", lambda: iter([Refused()] if not looks else found))
-    found = [*distributions()]
-    with ThreadPoolExecutor(1) as pool:
-        assert ours.names().keys() == {"disk"}
-        assert ours.names().keys() == looks[0].result(WAIT_S).keys() == {"disk", "pigeon", "dodo"}
 
 
 def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():

@@ -56,26 +56,6 @@ def test_a_collector_of_several_processes_gives_the_same_with_each_scheme(make):
         collector.shutdown()
 
 
-@pytest.mark.parametrize("make", SCHEMES)
-def test_the_order_of_calls_is_checked_as_torchrl_does(make):
-    scheme = make()
-    with pytest.raises(RuntimeError, match="init_on_sender"):
-        scheme.connect()
-    for call in (scheme.send, scheme.receive):
-        with pytest.raises(RuntimeError, match="initialized on"):
-            call()
-    scheme.init_on_sender(model=make_policy(), devices=[torch.device("cpu")], model_id="policy")
-    with pytest.raises(RuntimeError, match="ynchronized on sender"):
-        scheme.send()
-    with pytest.raises(RuntimeError, match="worker_idx on sender"):
-        scheme.connect(worker_idx=0)
-    with pytest.raises(RuntimeError, match="sender side"):
-        scheme.apply_weights(TensorDict())
-    assert scheme.model_id == "policy" and scheme.initialized_on_sender and not scheme.synchronized_on_sender
-    scheme.shutdown()
-    scheme.shutdown()
-
-
 @pytest.mark.parametrize("transport", ["memory", "delta"])
 def test_what_moves_is_torchrls_machinery(transport):
     """The scheme fills in hooks; whoever reads its transports, as TorchRL's collectors may, finds them."""

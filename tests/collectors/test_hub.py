@@ -186,14 +186,3 @@ class TestWhatOthersSay:
         link.send(answer, Deadline(WAIT_S))
         assert hub.links[0].read(Deadline(WAIT_S)) == answer
         hub.close()
-
-    def test_a_refusal_without_a_reason_is_an_error_of_ours(self):
-        def answer():
-            connection = server.accept()[0]
-            connection.recv(1 << 16)
-            connection.sendall(frame({}))
-
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            threading.Thread(target=answer, daemon=True).start()
-            with pytest.raises(NotConnectedError, match="no reason given"):
-                dial((*server.getsockname(), "token"), "policy", 0, WAIT_S)

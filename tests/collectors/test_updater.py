@@ -18,7 +18,6 @@ from tests.collectors.chat import make_env, make_remote_policy
 from tests.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
-from tests.processes import python
 from torchrl_ext.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.pool import Pool
@@ -163,19 +162,6 @@ def test_an_updater_travels_to_another_process_without_what_only_this_one_has():
     assert copy.collectors is None and not copy.post_hooks
     with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:1"):
         copy.push_weights(make_policy())
-
-
-def test_torchrls_warning_of_its_deprecation_is_given_where_an_updater_is_used():
-    told = python(
-        "import sys, warnings, torchrl.collectors, torchrl_ext as tx\n"
-        "with warnings.catch_warnings(record=True) as found:\n"
-        "    warnings.simplefilter('always')\n"
-        "    tx.TransportWeightSyncScheme('memory')\n"
-        "    assert not found, found\n"
-        "    tx.TransportWeightUpdater('memory', {})\n"
-        "print([str(one.message).split()[1] for one in found if 'WeightUpdaterBase' in str(one.message)])"
-    )
-    assert told.strip() == "['TransportWeightUpdater']"
 
 
 def test_what_cannot_work_is_said():

@@ -1,7 +1,6 @@
 """The embedded engine behind its routes: who may call them, and what an update does to requests that run."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -70,15 +69,6 @@ def in_service(server, tmp_path_factory):
             return sender.update_weights(own), own
 
     return put
-
-
-@contextmanager
-def generating(client, http, **settings):
-    """A long generation that has begun; yields a callable that waits for its end."""
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.generate, [PROMPT], ignore_eos=True, **settings)
-        Deadline(60).poll(lambda: http.get("/load").json()["server_load"] > 0, "it did not begin")
-        yield lambda: running.result(120)[0]
 
 
 def test_a_response_has_vllms_shape(http):
@@ -172,24 +162,6 @@ def test_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_pat
                 (str(report.version), 0, 32)
             ]
     assert report.verified
-
-
-def test_pause_keep_lets_a_running_request_go_on_with_the_new_weights(server, http, client, in_service, tmp_path):
-    before, old = in_service(0)
-    new = model(1)
-    with (
-        generating(client, http, max_tokens=LONG, temperature=0.0) as result,
-        sender_to(server, "collective", tmp_path, pause_mode="keep") as sender,
-    ):
-        report = sender.update_weights(new)
-        found = result()
-    first, second = found.weight_versions
-    assert (first.version, second.version) == (str(before.version), str(report.version))
-    assert (first.start, second.start, second.end) == (0, first.end, LONG)
-    seen = min(first.end, 64)
-    assert list(found.token_ids[:seen]) == greedy(old, PROMPT, seen)
-    prefix = [*PROMPT, *found.token_ids[: first.end]]
-    assert list(found.token_ids[first.end : first.end + 16]) == greedy(new, prefix, 16)
 
 
 def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_can(http):

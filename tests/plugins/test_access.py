@@ -224,38 +224,6 @@ def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
     assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
 
 
-def test_settings_at_their_bounds_generate_and_of_one_candidate_the_greedy_continuation(http):
-    def tokens(**sampling):
-        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12, "ignore_eos": True, **sampling}}
-        return http.post("/inference/v1/generate", json=body).json()["choices"][0]["token_ids"]
-
-    greedy = tokens(temperature=0)
-    for restricted in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-46}):
-        assert tokens(**restricted) == greedy, restricted
-    for free in ({"temperature": 1e300}, {"logprobs": 10**6}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "n": 3}):
-        assert len(tokens(**free)) == 12, free
-
-
-def test_a_request_that_cannot_be_served_harms_no_other_of_its_batch(http, server):
-    stop, found = threading.Event(), []
-
-    def others():
-        while not stop.is_set():
-            sampling = {"max_tokens": 4, "ignore_eos": True}
-            found.append(http.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling}))
-
-    thread = threading.Thread(target=others, daemon=True)
-    thread.start()
-    with httpx.Client(base_url=server.url, timeout=60) as bad:
-        for sampling in ({"stop_token_ids": [10**6]}, {"stop_token_ids": [-1]}, {"n": 2_000_000}, {"seed": "x"}):
-            body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "min_tokens": 2, **sampling}}
-            for _ in range(5):
-                assert bad.post("/inference/v1/generate", json=body).status_code == 400, sampling
-    stop.set()
-    thread.join()
-    assert found and {answer.status_code for answer in found} == {200}
-
-
 def test_nothing_resumes_the_engine_while_an_update_is_open(server, http):
     assert http.post("/pause?mode=keep").status_code == 200
     transport = tx.make_transport("collective")

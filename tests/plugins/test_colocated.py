@@ -16,11 +16,10 @@ from tests.memory import track_peak
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
+from torchrl_ext.errors import EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.serving.engines.sglang import SGLangServer
 from torchrl_ext.serving.engines.vllm import VLLMServer
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
@@ -174,28 +173,6 @@ def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender)
     assert ask(server, "/is_paused")["is_paused"]
 
 
-@pytest.mark.parametrize("tags", [None, ["kv_cache"]])
-def test_an_engine_that_kept_its_weights_wakes_without_an_update(server, engine, sender, tags):
-    model = tiny_model(3)
-    sender.update_weights(model)
-    engine.sleep(1, tags)
-    engine.wake_up(["weights"])
-    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
-    engine.wake_up(["kv_cache"])
-    assert tokens(server) == greedy(model)
-
-
-def test_sleep_that_makes_no_sense_is_refused(engine):
-    with pytest.raises(ConfigError, match="level 3"):
-        engine.sleep(3)
-    with pytest.raises(ConfigError, match="only together"):
-        engine.sleep(1, ["weights"])
-    with pytest.raises(ConfigError, match="dreams"):
-        engine.wake_up(["dreams"])
-    with pytest.raises(ConfigError, match="cannot be put to sleep"):
-        InProcessEngine(torch.nn.Linear(1, 1)).sleep()
-
-
 @pytest.mark.parametrize(
     ("launcher", "flags"),
     [(VLLMServer, "--enable-sleep-mode"), (SGLangServer, "--enable-memory-saver --enable-weights-cpu-backup")],
@@ -211,19 +188,6 @@ def test_servers_on_a_gpu_are_started_so_that_they_can_give_memory_back(tmp_path
             launcher(tmp_path, python=noting, sleep_mode=wanted)
         assert (flags in seen.read_text()) == expected
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize("transport", ["disk", "delta"])
-def test_any_transport_fills_an_engine_that_lost_its_weights(server, engine, tmp_path, transport):
-    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine)
-    sender.version = int(ask(server, "/weight_info")["weight_version"].replace("default", "0"))
-    models = [tiny_model(seed) for seed in (5, 6, 7)]
-    for model in models:
-        sender.update_weights(model)
-        engine.sleep(2)
-    sender.update_weights(models[0])
-    assert tokens(server) == greedy(models[0])
-    sender.shutdown()
 
 
 def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_and_the_next_one_goes_on(server, sender):

@@ -1,21 +1,16 @@
 """A worker of a sharded model needs some blocks of each tensor, and lands them as it would land whole tensors."""
 
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
-from torchrl_ext.plugins.slices import sharing_no_layer
 from torchrl_ext.proof.runtime import reachable
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.transports.base import WorkerEnd
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
@@ -252,14 +247,6 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
     assert "computes mixer.decay" in whole["decay"] and "not adjacent" in whole["corner"]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_only_a_head_that_is_tied_may_land_nowhere(rank, tmp_path, tied):
-    loader = EngineLoader(Sharded(cold(rank, 0), tmp_path))
-    loader.model.tied = tied
-    with nullcontext() if tied else pytest.raises(ManifestError, match="lm_head"):
-        loader.check(as_source({**weights(0), "lm_head.weight": torch.zeros(VOCAB, HIDDEN)}).params())
-
-
 def test_the_checkpoint_of_the_start_counts_as_held_until_something_else_was_loaded(loader):
     expected = {name: position_digest(tensor).hex() for name, tensor in weights(0).items()}
     assert loader.position_digests() == expected
@@ -291,14 +278,6 @@ def test_plain_tensors_are_received_in_live_memory_and_their_layers_are_not_open
     assert_is(loader.model.module, cold(rank, 1))
 
 
-def test_a_tensor_that_shares_a_layer_with_one_that_is_rebuilt_goes_through_the_loader(rank, tmp_path):
-    model = cold(rank, 0)
-    model.norm.scale.data.mul_(3)  # not as the loader would leave it: the engine made something else of it
-    loader = loader_of(model, tmp_path)
-    loader.start()
-    assert not {"scale", "norm"} & loader.targets().keys() and "norm" in loader.model.opened[-1]
-
-
 def test_what_a_worker_needs_nothing_of_is_not_missing_and_all_else_is(loader, rank):
     loader.start()
     loader.load(pair for pair in sent(loader, 1, {}) if pair[0] not in ("q", "decay"))
@@ -319,12 +298,6 @@ def test_a_slice_too_little_is_an_error_and_no_old_weight(loader, rank, name):
         loader.load([(name, Sliced.of(tensor.meta, [(short, data[:-1])]))])
     updated(loader, 2)
     assert_is(loader.model.module, cold(rank, 2))
-
-
-def test_digests_are_taken_of_what_comes_whole_and_of_no_slices(loader):
-    for by_slices, expected in ((True, ""), (False, tensor_digest(weights(1)["down"]))):
-        loader.by_slices(by_slices)
-        assert loaded(loader, 1, SHAPES, by_slices)["down"] == expected
 
 
 def test_a_rehearsal_takes_the_route_of_updates(loader, rank, monkeypatch):
@@ -360,43 +333,6 @@ def test_where_only_a_whole_load_rebuilds_a_derived_copy_no_slice_lands_past_the
     assert_is(loader.model.module, derive(cold(rank, 1)))
     loader.start()
     assert not loader.targets()
-
-
-def test_a_transport_that_brings_slices_gets_what_is_wanted_and_updates_take_the_rehearsed_route(
-    loader, rank, monkeypatch
-):
-    wanted = {}
-
-    class Cutting(WorkerEnd):
-        def __init__(self, end):
-            self.end = end
-
-        def receive(self, arrival, into, within):
-            yield from sent(loader, dict(self.end.receive(arrival, {}, within)), into)
-
-        def close(self):
-            self.end.close()
-
-    def join(info, here, within):
-        wanted.update(slices=dict(here.slices), whole=dict(here.whole))
-        return Cutting(joined(info, here, within))
-
-    joined = tx.MemoryTransport.join
-    loader.by_slices(False)
-    engine = InProcessEngine(tx.WeightReceiver(loader))
-    sender = tx.WeightSender(tx.make_transport("memory"), engine)
-    assert sender.update_weights(weights(0)).proof == "rehearsed" and not wanted and loader.model.opened[-1] is None
-    loader.modified = False  # they were the weights that it was started with
-    with monkeypatch.context() as patch:
-        for name, value in {"slices": True, "carries_digests": True, "join": staticmethod(join)}.items():
-            patch.setattr(tx.MemoryTransport, name, value)
-        sender = tx.WeightSender(tx.make_transport("memory"), engine)
-        for seed in (1, 2):
-            report = sender.update_weights(weights(seed))
-            assert report.proof == "rehearsed" and report.verified
-            assert_is(loader.model.module, cold(rank, seed))
-    assert wanted == {"slices": loader.slices(), "whole": loader.whole()}
-    assert loader.model.opened[-1] == ["down", "mixer"]
 
 
 def loaded(loader, seed, names, by_slices):
@@ -452,14 +388,6 @@ def test_changes_load_the_layers_that_are_built_anew_as_a_whole_and_no_others(ra
     assert loader.rehearse()["changes"] == "in place" and loader.model.opened[1] == ["down", "mixer"]
     loaded(loader, 1, {"decay", "corner", "q"}, by_slices=False)
     assert_is(loader.model.module, mixed(rank, 1, {"decay", "corner", "q"}))
-
-
-def test_a_tensor_that_stays_while_its_layer_is_built_anew_need_not_come_and_opens_it_all_the_same():
-    at = {"weight": "layer.weight", "bias": "layer.bias", "other": "norm.weight"}
-    landings = {name: [SimpleNamespace(param=param)] for name, param in at.items()}
-    assert sharing_no_layer({"bias", "other"}, landings) == {"other"}
-    assert sharing_no_layer({"bias", "other"}, landings, lambda param: param == "layer.bias") == {"bias", "other"}
-    assert sharing_no_layer({"weight", "other"}, landings, lambda param: param == "layer.bias") == {"other"}
 
 
 class Deriving(nn.Module):

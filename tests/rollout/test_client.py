@@ -1,7 +1,5 @@
 """The inference client against a real server, and against one that says what a test wants."""
 
-import contextlib
-import os
 import pickle
 import threading
 import time
@@ -144,16 +142,6 @@ def test_a_seed_repeats_a_batch_and_differs_within_it(client):
     assert {one.token_ids for one in other}.isdisjoint(one.token_ids for one in first)
 
 
-def test_continuations_are_one_request_unless_one_seed_would_make_them_equal():
-    row = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}
-    with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url, kind="sglang")) as client:
-        engine.answers["POST /generate"] = lambda body: (200, [row] * body["sampling_params"].get("n", 1))
-        for seed, requests in ((None, 1), (7, 3)):
-            engine.calls.clear()
-            assert len(client.generate([PROMPT], n=3, seed=seed)) == 3
-            assert len(engine.calls) == requests
-
-
 def test_a_bad_prompt_is_refused_before_anything_is_sent_and_none_gives_nothing(client):
     for bad in ([], [0.5]):
         with pytest.raises(ConfigError, match="prompt 1"):
@@ -216,29 +204,3 @@ def test_closing_ends_what_is_in_work_and_a_later_call_opens_anew():
         for one in (client, pickle.loads(pickle.dumps(client))):
             assert len(one.generate([PROMPT], max_tokens=2)) == 1
             one.close()
-
-
-def test_a_forked_process_asks_anew_whatever_its_parent_has_in_work():
-    arrived, leave = threading.Event(), threading.Event()
-
-    def slow_once(body):
-        first = not arrived.is_set()
-        arrived.set()
-        if first:
-            leave.wait(WAIT_S)
-        return 200, {"choices": [part(1, reason="stop")]}
-
-    with FakeEngine("vllm") as engine:
-        engine.answers[ROUTE] = slow_once
-        client = InferenceClient(engine.url, timeout_s=20, max_concurrency=1)
-        thread = threading.Thread(target=client.generate, args=([PROMPT],), daemon=True)
-        thread.start()
-        assert arrived.wait(WAIT_S)
-        if (child := os.fork()) == 0:
-            with contextlib.suppress(BaseException):
-                os._exit(len(client.generate([PROMPT])) != 1)
-            os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
-        leave.set()
-        thread.join(WAIT_S)
-        client.close()

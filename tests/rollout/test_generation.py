@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -55,15 +54,6 @@ def test_parts_are_joined_and_the_rest_is_asked_for_after_them(parts, last, seed
 def test_a_budget_that_is_used_up_ends_it_by_length():
     partial = joined(GenerationRequest(token_ids=(7,), max_tokens=3), part([1]), part([2, 3]))
     assert partial.done and partial.so_far.finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    "prompt", [[3, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([3, 4], dtype=torch.int32), numpy.array([3, 4])]
-)
-def test_the_tokens_of_a_prompt_are_read_at_once(monkeypatch, prompt):
-    monkeypatch.setattr(torch.Tensor, "__iter__", lambda self: pytest.fail("one token after the other"))
-    found = checked_prompt(prompt, 0)
-    assert found == (3, 4) and {type(token) for token in found} == {int}
 
 
 @pytest.mark.parametrize("prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None]])

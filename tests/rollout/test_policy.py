@@ -46,10 +46,6 @@ def remote(server, tokenizer, mode="tokens", **settings):
     return tx.RemoteLLMPolicy(server.url, tokenizer=tokenizer, input_mode=mode, **settings)
 
 
-def strings(value):
-    return value.tolist() if not isinstance(value, list) else list(value)
-
-
 @pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
 @pytest.mark.parametrize("mode", MODES)
 def test_each_entry_is_that_of_torchrls_wrapper(server, model, tokenizer, mode, padded):
@@ -91,17 +87,6 @@ def test_several_samples_are_a_second_dimension_as_in_torchrls_wrapper(server, m
     assert len({tuple(ids.tolist()) for ids in found["tokens", "response"]}) > 2  # else samples were copies
 
 
-def test_log_probabilities_are_those_of_the_model_and_unscored_over_the_prompt(server, model, tokenizer):
-    out = remote(server, tokenizer)(prompts("tokens", tokenizer))
-    for row in out.unbind(0):
-        prompt, full = row["tokens", "prompt"], row["tokens", "full"]
-        with torch.no_grad():
-            scores = model(full[None]).logits[0, :-1].log_softmax(-1).gather(1, full[1:, None])[:, 0]
-        torch.testing.assert_close(row["log_probs", "response"], scores[prompt.numel() - 1 :], atol=1e-4, rtol=0)
-        assert torch.isnan(row["log_probs", "full"][: prompt.numel()]).all()
-        assert torch.equal(row["log_probs", "full"][prompt.numel() :], row["log_probs", "response"])
-
-
 def test_an_end_of_a_turn_within_a_prompt_is_no_padding(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = None  # then the end token pads
@@ -130,17 +115,6 @@ def test_masks_say_who_spoke_and_what_is_padding(server, tokenizer, padded):
         assert row["token_versions", "full"].shape == row["tokens", "full"].shape
         assert (row["token_versions", "full"][~row["masks", "all_assistant_mask"]] == -1).all()
         assert (row["token_versions", "full"][row["masks", "all_assistant_mask"]] >= 0).all()
-
-
-def test_history_goes_on_with_what_the_assistant_said(server, tokenizer):
-    out = remote(server, tokenizer, "history")(prompts("history", tokenizer))
-    history, text = out["history"], out["text"]
-    assert history.prompt.batch_size == history.response.batch_size == (2, 1) and history.full.batch_size == (2, 2)
-    for i, (said, prompt) in enumerate(zip(strings(text.response), PROMPTS, strict=True)):
-        assert history.response[i, 0].role == "assistant" and history.response[i, 0].content == said
-        assert strings(history.full[i].content) == [prompt, said]
-        assert strings(text.full)[i] == strings(text.prompt)[i] + said
-        assert strings(text.prompt)[i].endswith("assistant\n") and prompt in strings(text.prompt)[i]
 
 
 def test_a_dialog_of_two_turns_takes_up_the_tokens_of_the_first(server, tokenizer):

@@ -70,10 +70,10 @@ def _running(server):
 
 
 @contextmanager
-def serving(answer, *, tls=None, cls=Listening):
+def serving(answer, *, tls=None):
     """A server whose ``answer`` takes a call and returns status, body (JSON, text, bytes, or a function that
     yields pieces) and perhaps headers. It has ``calls`` (method, path, body) and their ``keys``."""
-    server = cls(("127.0.0.1", 0), Handler)
+    server = Listening(("127.0.0.1", 0), Handler)
     server.answer, server.calls, server.keys = answer, [], []
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)

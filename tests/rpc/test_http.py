@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rpc.sockets import Listening, drip, serving, talking
+from tests.rpc.sockets import drip, serving, talking
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.rpc.connections import run
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
@@ -320,33 +320,6 @@ def test_a_coroutine_may_make_a_call_and_keeps_its_loop_also_on_the_loop_that_ca
     assert asyncio.run(call()) and run(call())
     with pytest.raises(ConfigError, match="would block the event loop"):
         run(wait())
-
-
-class Counting(Listening):
-    accepted = 0
-
-    def get_request(self):
-        self.accepted += 1
-        return super().get_request()
-
-
-def test_only_the_shared_loop_keeps_connections_and_no_loop_of_a_caller():
-    with serving(answer, cls=Counting) as server:
-        session = HTTPSession(server.url, timeout_s=10, keep_s=60)
-
-        async def twice():
-            for _ in range(2):
-                await session.exchange("GET", "/echo")
-
-        session.get("/echo")
-        run(twice())
-        assert server.accepted == 1  # kept over three calls
-        for calls in (2, 4):
-            asyncio.run(twice())
-            assert server.accepted == 1 + calls
-        session.get("/echo")
-        assert server.accepted == 5  # and still there after the callers' loops ended
-        session.close()
 
 
 @pytest.fixture
