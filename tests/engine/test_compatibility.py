@@ -3,10 +3,8 @@
 import json
 import re
 
-import pytest
-
 from tests.engine.cells import CELLS
-from tests.engine.compatibility import BEGIN, END, KIT, kinds_table, kit_table, main, write_between
+from tests.engine.compatibility import KIT, kinds_table, kit_table, main
 
 RESULT = {
     "engine": "vllm",
@@ -38,16 +36,6 @@ def test_the_last_result_of_a_cell_counts_and_refusals_are_told_with_their_reaso
     assert row.format("proved", "a step, experts") in table and "failed" not in table
     table = kinds_table([{**RESULT, "outcome": "refused", "reason": "it cannot", "repairs": []}])
     assert row.format("refused", "it cannot") in table
-
-
-def test_nothing_but_what_is_between_the_marks_is_written(tmp_path):
-    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    results.write_text("")
-    main([str(results), "--page", str(page)])
-    assert page.read_text() == f"before\n{BEGIN}\n\n{kinds_table([])}\n{END}\nafter\n"
-    with pytest.raises(ValueError, match="the page has no"):
-        write_between("", "a page without marks")
 
 
 def kit_row(**changes):

@@ -126,13 +126,6 @@ def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_s
     assert not served.paused()
 
 
-def test_a_world_without_room_for_the_engine_is_refused(served):
-    engine, params = tx.make_engine(served.kind, url=served.url), [["w", "float32", [1]]]
-    with pytest.raises(tx.WeightSyncError, match="do not fit into a world size of 1"):
-        engine.connect({"transport": "disk", "params": params, "world_size": 1})
-    assert not served.paused()
-
-
 def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_server_serves(served, tmp_path):
     model, told = tiny_model(51), []
     with sending("disk", tmp_path, served) as sender:

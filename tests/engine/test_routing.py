@@ -176,27 +176,10 @@ def test_an_engine_that_fell_behind_is_out_until_it_caught_up(routing, client):
 
 @only(*SGLANG)
 def test_least_lengths_reach_the_engine_through_sglangs_router(client, now):
-    assert_least_lengths(client, now, lambda length: length >= 4)
-
-
-@pytest.mark.exhaustive
-@only("sglang", "vllm's")
-def test_and_not_through_vllms(client, now):
-    assert_least_lengths(client, now, lambda length: length == 1)
-
-
-def assert_least_lengths(client, now, expected):
     """Seeds take the same way; what they do shows only with deterministic kernels, which a CPU lacks."""
     sampling = {"ignore_eos": False, "stop_token_ids": greedy(now.model, [*PROMPT, 0], 1), "min_tokens": 4}
     (tokens,) = client.run(client.generate(asked(1, 6, **sampling)))["response_ids"]
-    assert expected(len(tokens))
-
-
-@only(*SGLANG)
-def test_engines_of_both_makes_are_not_put_behind_one_router(fleet):
-    others = [tx.EngineInfo(url="http://127.0.0.1:1", kind="vllm")]
-    with pytest.raises(ConfigError, match="different request formats"):
-        Routing([*tx.discover(*(served.url for served in fleet)), *others])
+    assert len(tokens) >= 4
 
 
 @only(*VLLM)

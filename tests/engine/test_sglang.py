@@ -1,10 +1,9 @@
-"""What SGLang does by itself, which decides how its client asks; and requests that it holds frozen in place."""
+"""Requests that SGLang holds frozen in place, and the format that it keeps of the last call."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import torchrl_ext as tx
 from tests.engine.served import at_work, by_route, sending, until_met
@@ -28,53 +27,6 @@ def serving(sglang, tmp_path):
 
 def assert_untouched(served):
     assert served.says(served.model) and served.version() == str(served.report.version)
-
-
-def test_it_accepts_unknown_names_in_silence(serving, tmp_path):
-    """Why parameters are checked ahead of an update; should this ever fail, the docs have a line to lose."""
-    folder = tmp_path / "strange"
-    tiny_model(54).save_pretrained(folder)
-    shard = folder / "model.safetensors"
-    tensors = load_file(shard)
-    tensors["model.layers.0.strange.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, shard, {"format": "pt"})
-    by_route(serving, folder, load_format="auto", weight_version="strange")
-    assert serving.says(tiny_model(54))
-
-
-def test_a_checkpoint_that_it_cannot_load_does_not_end_the_server(serving, tmp_path):
-    folder = tmp_path / "broken"
-    tiny_model(55).save_pretrained(folder)
-    shard = folder / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    by_route(serving, folder, 400, load_format="auto", weight_version="broken")
-    by_route(serving, tmp_path / "nothing", 400, load_format="auto", weight_version="nothing")
-
-
-def checksum(engine):
-    """SGLang's own, over the runtime parameters of all workers."""
-    return engine.port.http.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"]
-
-
-def test_a_400_can_mean_that_the_weights_did_change(serving, tmp_path):
-    """Loading and flushing in one call, as SGLang offers it: the reason why the client flushes first."""
-    engine, folder = tx.make_engine("sglang", url=serving.url, pause_mode="in_place"), tmp_path / "other"
-    tiny_model(56).save_pretrained(folder)
-    before = checksum(engine)
-    asked = {"load_format": "auto", "weight_version": "half", "flush_cache": True, "abort_all_requests": False}
-    with ThreadPoolExecutor(1) as pool:
-
-        def loaded_beside_a_request():
-            (future,) = at_work(serving, pool, 1)
-            engine.pause()
-            met = bool(serving.running())
-            if met:
-                assert "not flushed" in by_route(serving, folder, 400, **asked) and checksum(engine) != before
-            engine.resume()
-            future.result()
-            return met
-
-        until_met(loaded_beside_a_request)
 
 
 def test_requests_that_are_paused_in_place_keep_the_update_away_unless_the_old_cache_is_accepted(serving, tmp_path):
@@ -134,10 +86,3 @@ def test_a_delta_leaves_the_load_format_as_it_was_for_those_who_name_none(servin
     by_route(serving, folder, weight_version="x")
     assert serving.says(tiny_model(59))
     transport.shutdown()
-
-
-def test_the_label_is_sticky_and_ours_is_always_sent(serving, tmp_path):
-    folder = tmp_path / "checkpoint"
-    tiny_model(60).save_pretrained(folder)
-    by_route(serving, folder, load_format="auto")
-    assert serving.says(tiny_model(60)) and serving.version() == str(serving.report.version)

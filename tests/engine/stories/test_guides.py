@@ -43,14 +43,6 @@ def through(routing):
         client.close()
 
 
-def test_the_router_and_the_roles_are_those_of_the_engines(serving, engines):
-    routing = serving.model("default")
-    assert {worker.url for worker in routing.router.workers()} == {engine.url for engine in engines}
-    assert {(info.kind, info.worker_type, info.world_size) for info in routing.engines} == {
-        (engines[0].kind, "regular", 1)
-    }
-
-
 @pytest.mark.parametrize("row", ROWS)
 def test_engines_follow_by_each_row_of_the_table(serving, engines, row, tmp_path):
     options = dict(ROWS[row])
