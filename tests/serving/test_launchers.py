@@ -21,8 +21,23 @@ def plan(path="/nowhere", gpus=(0,), kind="embedded", **more):
     return EnginePlan(name="a/regular/0", kind=kind, worker_type="regular", model_path=str(path), gpus=gpus, **more)
 
 
-def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_and_its_key(tmp_path):
-    launcher = LocalLauncher(devices=("4", "5"), api_key="secret", dtype="float32", threads=1)
+@pytest.fixture(autouse=True)
+def see(monkeypatch):
+    """Sets how many devices the job sees, and what its own variable calls them; none at first."""
+
+    def see(count, visible=None):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    see(0)
+    return see
+
+
+def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_and_its_key(tmp_path, see):
+    see(2, "4,5")
+    launcher = LocalLauncher(api_key="secret", dtype="float32", threads=1)
     engine = launcher.launch(plan(tiny_checkpoint(tmp_path), gpus=(1,)))
     try:
         assert psutil.Process(engine.pid).environ()["CUDA_VISIBLE_DEVICES"] == "5"
@@ -53,7 +68,7 @@ def test_keys_of_sglang_stand_on_no_command_line(tmp_path, admin):
     program = tmp_path / "python"
     program.write_text(STAND_IN)
     program.chmod(0o755)
-    launcher = LocalLauncher(devices=(), api_key="secret", python=program, plugin=False)
+    launcher = LocalLauncher(api_key="secret", python=program, plugin=False)
     engine = launcher.launch(plan(tmp_path, kind="sglang", overrides={**admin, "mem_fraction_static": 0.5}))
     try:
         started = psutil.Process(engine.pid)
@@ -85,22 +100,20 @@ def test_a_key_beside_a_configuration_file_of_the_users_is_refused(tmp_path):
         (1, "4,-1", ConfigError),
     ],
 )
-def test_devices_are_called_what_the_jobs_own_variable_calls_them(monkeypatch, count, visible, device):
+def test_devices_are_called_what_the_jobs_own_variable_calls_them(monkeypatch, see, count, visible, device):
     monkeypatch.setattr(launchers, "start", lambda spec: spec.environ.get("CUDA_VISIBLE_DEVICES"))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    see(count, visible)
     refused = pytest.raises(ConfigError, match=r"a/regular/0: .*device 1 of the job.*one of the 1 .*DEVICES=4")
     with refused if device is ConfigError else nullcontext():
         assert LocalLauncher().launch(plan(gpus=(1,))) == device
 
 
-def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch):
+def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch, see):
+    see(2, "4,5")
     monkeypatch.setattr(launchers, "start", lambda spec: spec)
     overrides = {"enable_prefix_caching": False, "max_model_len": 8, "extra_args": ("--x",), "environ": {"A": "b"}}
     overrides |= {"swap_space": 4, "enable_y": True, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
-    launcher = LocalLauncher(devices=("4", "5"), api_key="secret", dtype="float32", max_model_len=9)
+    launcher = LocalLauncher(api_key="secret", dtype="float32", max_model_len=9)
     spec = launcher.launch(plan(kind="vllm", gpus=(0, 1), overrides=overrides))
     flags = ["--x", "--no-enable-prefix-caching", "--swap-space", "4", "--enable-y", "--kv", '{"a": 1}', "--urls"]
     assert spec.extra_args == (*flags, "b", "c")
@@ -119,4 +132,4 @@ def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch):
 )
 def test_what_an_engine_has_no_argument_for_is_refused_by_the_plans_name(kind, overrides, gpus, words):
     with pytest.raises(ConfigError, match=rf"a/regular/0: .*{words}"):
-        LocalLauncher(devices=()).launch(plan(kind=kind, overrides=overrides, gpus=gpus))
+        LocalLauncher().launch(plan(kind=kind, overrides=overrides, gpus=gpus))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ class LocalLauncher:
 
     Overrides that name a field of the engine's spec set that field; others become arguments of the server. A plan's
     device numbers index the devices of this process: if its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is GPU 4.
+    Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
 
     Args:
         log_folder: directory for one log file per engine; None uses temporary files.
-        devices: the devices that plans index, named as in ``CUDA_VISIBLE_DEVICES``; None uses those that this process
-            sees. Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
         api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
             Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
         settings: fields of every engine's spec, such as ``dtype`` or ``python``; a plan's overrides take precedence.
@@ -39,13 +38,12 @@ class LocalLauncher:
         self,
         *,
         log_folder: str | Path | None = None,
-        devices: Sequence[str] | None = None,
         api_key: str | None = None,
         **settings: Any,
     ) -> None:
         self.api_key = api_key
         self._log_folder = None if log_folder is None else Path(log_folder)
-        self._settings, self._devices = settings, devices
+        self._settings = settings
 
     def launch(self, plan: EnginePlan, *, cancel: threading.Event | None = None) -> GuardedProcess:
         """Start an engine and wait until it is healthy.
@@ -61,7 +59,7 @@ class LocalLauncher:
         make: type[EngineSpec] = engines.part(plan.kind, "server")
         try:
             wanted: dict[str, Any] = {**self._settings, **make.role(plan.worker_type), **plan.overrides}
-            environ = self._pinned(plan)
+            environ = _pinned(plan)
             if self.api_key is not None and make.key_variable is not None:
                 environ[make.key_variable] = self.api_key
             elif self.api_key is not None:
@@ -81,23 +79,22 @@ class LocalLauncher:
             ) from None
         return start(spec)
 
-    def _pinned(self, plan: EnginePlan) -> dict[str, str]:
-        """Return ``CUDA_VISIBLE_DEVICES`` for a plan's engine; empty if this launcher has no device."""
-        devices = self._devices
-        if devices is None:
-            count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = map(str, range(count)) if visible is None else (name.strip() for name in visible.split(","))
-            devices = tuple(names)[:count]
-        if not devices:
-            return {}
-        beyond = [number for number in plan.gpus if number >= len(devices)]
-        if beyond:
-            raise ConfigError(
-                f"it needs device {beyond[0]} of the job",
-                expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
-                hint="let the job see more devices, or plan with fewer",
-            )
-        return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
+
+def _pinned(plan: EnginePlan) -> dict[str, str]:
+    """Return ``CUDA_VISIBLE_DEVICES`` for a plan's engine; empty if this process sees no device."""
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if visible is None else (name.strip() for name in visible.split(","))
+    devices = tuple(names)[:count]
+    if not devices:
+        return {}
+    beyond = [number for number in plan.gpus if number >= len(devices)]
+    if beyond:
+        raise ConfigError(
+            f"it needs device {beyond[0]} of the job",
+            expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
+            hint="let the job see more devices, or plan with fewer",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
 
 
 def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
