@@ -13,12 +13,12 @@ from tests.engine.served import sending, until_met
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.pages import on_servers
 from tests.rollout.aborts import started, through_aborts
+from tests.serving.test_membership import listed, report
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.routing import Routing
-from torchrl_ext.types import EngineRow, SyncReport
 
 pytestmark = pytest.mark.engine
 
@@ -159,19 +159,11 @@ def test_control_calls_are_refused_at_the_router_and_reach_every_server(client, 
 
 def test_an_engine_that_fell_behind_is_out_until_it_caught_up(routing, client):
     first, second = client.server_urls
-
-    def report(*rows):
-        engines = [EngineRow(engine=url, kind="", state="serving", version=number) for url, number in rows]
-        return SyncReport(version=9, transport="disk", engines=tuple(engines))
-
-    def listed():
-        return {worker.url for worker in routing.router.workers()}
-
-    routing.follow(report((first, 9), (second, 8)))
-    assert listed() == {first}
+    routing.follow(report((first, "serving", 9), (second, "serving", 8)))
+    assert listed(routing.url) == {first}
     assert len(client.run(client.generate(asked(8)))["response_ids"]) == 8
-    routing.follow(report((first, 9), (second, 9)))
-    assert listed() == {first, second}
+    routing.follow(report((first, "serving", 9), (second, "serving", 9)))
+    assert listed(routing.url) == {first, second}
 
 
 @only(*SGLANG)

@@ -94,7 +94,6 @@ def test_a_key_beside_a_configuration_file_of_the_users_is_refused(tmp_path):
     ("count", "visible", "device"),
     [
         (2, None, "1"),
-        (2, "4,5", "5"),
         (2, "GPU-8e1b, GPU-07aa", "GPU-07aa"),
         (0, "4,5", None),
         (1, "4,-1", ConfigError),

@@ -11,13 +11,13 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint
 from tests.rollout.aborts import started
+from tests.serving.test_membership import listed, report
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.routing import Routing
-from torchrl_ext.types import EngineRow, SyncReport
 
 pytestmark = pytest.mark.engine
 
@@ -55,15 +55,6 @@ def client(routing):
     made.close()
 
 
-def listed(routing):
-    return {worker.url for worker in routing.router.workers()}
-
-
-def report(*rows, version=1):
-    engines = [EngineRow(engine=url, kind="embedded", state=state, version=number) for url, state, number in rows]
-    return SyncReport(version=version, transport="disk", engines=tuple(engines))
-
-
 def batch(count, length=8, **sampling):
     prompts = [[*PROMPT, i] for i in range(count)]
     return {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": length, **GREEDY, **sampling}}
@@ -90,11 +81,11 @@ def test_control_calls_to_a_router_are_refused_and_reach_no_engine(routing, urls
 
 def test_every_engine_is_registered_with_a_router_of_ours_or_with_a_given_one(urls):
     with RouterProcess(**settings_for_router("vllm")) as process, Routing.over(*urls, router=process.url) as routing:
-        assert routing.url == process.url and listed(routing) == set(urls)
+        assert routing.url == process.url and listed(routing.url) == set(urls)
         routing.close()
         assert process.alive()
         with Routing.over(*urls, router=process.url) as again:  # registering twice is fine
-            assert listed(again) == set(urls)
+            assert listed(again.url) == set(urls)
 
 
 def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, client, urls):
@@ -110,21 +101,10 @@ def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, clien
         return await running
 
     found = client.run(through_a_loss())
-    assert listed(routing) == {urls[1]}
+    assert listed(routing.url) == {urls[1]}
     httpx.post(f"{urls[0]}/resume")
     routing.follow(report(*((url, "serving", 1) for url in urls)))
     assert found["response_ids"] == client.run(client.generate(batch(8, length=100)))["response_ids"]
-
-
-def test_seeded_samples_through_a_router_repeat_and_differ_within_a_call(client):
-    def sampled(seed):
-        body = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {"max_tokens": 12, "seed": seed}}
-        found = client.run(client.sample({"json": {**body, "num_samples": 3}}))["sequences"]
-        return [tuple(sequence["tokens"]) for sequence in found]
-
-    first = sampled(7)
-    assert sampled(7) == first and len({*first}) == 3
-    assert {*first}.isdisjoint(sampled(8_000))
 
 
 def test_a_router_without_pools_takes_no_prefill_engine(routing, urls):

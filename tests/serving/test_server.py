@@ -114,10 +114,8 @@ def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
     ("arguments", "tp", "workers"),
     [
         ("", 1, None),
-        ("", 2, 2),
-        ("--dp-size 2", 1, 2),
-        ("--data-parallel-size=2", 2, 4),
         ("--pp 2", 1, 2),
+        ("--data-parallel-size=2", 2, 4),
         ("--dp-size 2 --enable-dp-attention", 2, 2),
         ("--dp-size many", 1, None),
     ],

@@ -54,13 +54,6 @@ def test_a_file_is_resolved_to_engines_with_their_devices(tmp_path, caplog):
     assert tools.engines == () and not tools.update_weights
 
 
-def test_the_path_of_a_group_goes_before_the_models_and_the_trainers():
-    (model,) = parse(
-        [{"name": "a", "model_path": "/b", "server_groups": [group(overrides={"model-path": "/c"})]}]
-    ).models
-    assert model.engines[0].model_path == "/c" and model.engines[0].overrides == {}
-
-
 def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
     for said, path, meant in (
         ("auto", "/models/policy", True),
@@ -69,28 +62,23 @@ def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
         (True, "/other", True),
         (False, "/models/policy", False),
     ):
-        row = {"name": "a", "model_path": path, "update_weights": said, "server_groups": [group()]}
-        (model,) = parse([row]).models
-        assert model.update_weights is meant
+        for row in (
+            {"model_path": path, "server_groups": [group()]},
+            {"model_path": "/b", "server_groups": [group(overrides={"model-path": path})]},
+        ):  # a group's path goes before the model's
+            (model,) = parse([{"name": "a", "update_weights": said, **row}]).models
+            assert model.update_weights is meant and model.engines[0].model_path == path
+            assert model.engines[0].overrides == {}
 
 
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ([], "length >= 1"),
-        ([{"server_groups": []}], "missing required field `name`"),
         ([{"name": "a"}, {"name": "a"}], "two models have one name: a, a"),
-        ([{"name": "a", "gpus": 1}], "unknown field `gpus`"),
         ([{"name": "a", "server_groups": [group(tp=2)]}], r"unknown field `tp` - at .*server_groups"),
-        ([{"name": "a", "server_groups": [group("router")]}], "Invalid enum value 'router'"),
-        ([{"name": "a", "server_groups": [group(num_gpus=0)]}], r">= 1 - at .*num_gpus"),
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines only"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
-        (
-            [{"name": "a", "update_weights": "yes", "server_groups": [group()]}],
-            "Invalid enum value 'yes' - at .*update_weights",
-        ),
         (
             [{"name": "a", "server_groups": [group(), group(overrides={"model_path": "/x"})]}],
             "different paths: /models/policy, /x",
@@ -109,15 +97,12 @@ def test_a_path_has_to_come_from_somewhere(tmp_path):
         parse([row], hf_checkpoint=None)
     for content, words in (
         ({"vllm": [row], "sglang": [row]}, "length <= 1"),
-        ([row], "Expected `object`, got `array`"),
         ({"trt": [row]}, "no engine called 'trt'"),
         ({"inprocess": [row]}, r"no server(.|\n)*vllm, sglang, embedded"),
     ):
         with pytest.raises(ConfigError, match=words):
             Topology.parse(content)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Topology.load(tmp_path / "nothing.yaml")
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("vllm: [")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Topology.load(broken)
+    (tmp_path / "broken.yaml").write_text("vllm: [")
+    for name in ("nothing.yaml", "broken.yaml"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            Topology.load(tmp_path / name)
