@@ -52,8 +52,8 @@ NAMES = {
 }
 SERVERS = {
     "vllm": "vLLM",
-    "vllm nccl": "vLLM, its own backend `nccl`",
-    "vllm sparse": "vLLM, its own backend `sparse_nccl`",
+    "vllm nccl": "vLLM, its own backend `nccl` (gloo in the place of NCCL)",
+    "vllm sparse": "vLLM, its own backend `sparse_nccl` (gloo in the place of NCCL)",
     "sglang": "SGLang",
 }
 PLOTTED = {
@@ -162,9 +162,8 @@ def engines(document: Row) -> str:
         if not rows:
             continue
         cells = [_cells(row) for row in sorted(rows, key=lambda row: not row["ours"]) if "error" not in row]
-        notes = {row["note"] for row in rows if row["note"]}
         head = ["way", "bytes", "bits", "encode", "pause (/ a copy)", "reported", "total (/ a copy)", "memory"]
-        found.append(f"**{title}**" + "".join(f" ({note})" for note in notes) + "\n\n" + table(head, cells))
+        found.append(f"**{title}**\n\n{table(head, cells)}")
         found += [f"*{row['name']}* failed: `{row['error']}`" for row in rows if "error" in row]
     return "\n\n".join(found)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tests.bench.data import bounds, real_chain
-from tests.bench.frame import say, seconds
+from tests.bench.frame import say
 from torchrl_ext.bench.data import model_shapes, synthetic_pair
 from torchrl_ext.bench.runner import rounds
 from torchrl_ext.codecs.blocks import KINDS
@@ -39,18 +39,21 @@ def measure(*, repeats: int = 7, hidden: int = 384, steps: int = 40) -> dict[str
         for kind in (torch.bfloat16, torch.float32):
             name = str(kind).removeprefix("torch.")
             cases[f"{name} {density:.1%}"] = partial(_scattered, density, hidden, kind)
-    cases["bfloat16 3.0% in runs"] = partial(_scattered, 0.03, hidden, torch.bfloat16, True)
     chain = real_chain(hidden=256, layers=4, syncs=4, pretrain_steps=steps)
     for count in (1, 4):
         old, new = chain[-1 - count], chain[-1]
         flat = [torch.cat([side[name].reshape(-1) for name in new]) for side in (old, new)]
         cases[f"fine-tuning, {count} steps"] = partial(lambda a, b: (torch.bfloat16, units(a), units(b)), *flat)
-    return {name: _case(*make(), repeats, partial(say, name)) for name, make in cases.items()}
+    found = {}
+    for name, make in cases.items():
+        say(name)
+        found[name] = _case(*make(), repeats)
+    return found
 
 
-def _scattered(density: float, hidden: int, dtype: torch.dtype, clustered: bool = False) -> _Stream:
+def _scattered(density: float, hidden: int, dtype: torch.dtype) -> _Stream:
     """Return old and new bits: of float32 the changed elements move by about one part in 10^4."""
-    pair = synthetic_pair(model_shapes(4, hidden, 8000), density, clustered=clustered)
+    pair = synthetic_pair(model_shapes(4, hidden, 8000), density)
     old, new = (torch.cat([each.reshape(-1) for each in side]) for side in zip(*(row[1:] for row in pair), strict=True))
     if dtype == torch.float32:
         generator = torch.Generator().manual_seed(0)
@@ -61,8 +64,7 @@ def _scattered(density: float, hidden: int, dtype: torch.dtype, clustered: bool 
     return dtype, units(old), units(new)
 
 
-def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, say: Callable[[], None]) -> Any:
-    say()
+def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int) -> Any:
     unit, blocks = unit_of(dtype), []
     for start in range(0, old.size, _BLOCK):
         a, b = old[start : start + _BLOCK], new[start : start + _BLOCK]
@@ -87,8 +89,7 @@ def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, sa
     target = np.empty_like(old)
     ways: dict[str, Callable[[], object]] = {"copy": partial(np.copyto, target, old)}
     ways |= {f"{kind} {way}": partial(call, kind) for way, call in (("write", write), ("read", read)) for kind in KINDS}
-    taken = rounds({way: partial(seconds, call) for way, call in ways.items()}, repeats)
-    spent = {way: statistics.median(taken) for way, taken in taken.items()}
+    spent = {way: statistics.median(taken) for way, taken in rounds(ways, repeats).items()}
     _, plain, conditional = bounds(*(torch.from_numpy(side).view(dtype) for side in (old, new)))
     limits = {"ulp": plain, "context": conditional}
     return {

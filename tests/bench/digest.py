@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from tests.bench.frame import say, seconds
+from tests.bench.frame import say
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.kernels.host import HostKernels
@@ -38,12 +37,8 @@ def measure(*, repeats: int = 7, mib: int = 64) -> dict[str, Any]:
         }
         for shape, piece in pieces.items():
             ways[f"digest, {shape}"] = lambda piece=piece: host.words(piece)
-        taken = rounds({way: partial(seconds, call) for way, call in ways.items()}, repeats)
+        taken = rounds(ways, repeats)
         found[str(dtype).removeprefix("torch.")] = {
-            way: {
-                "ns": min(spent) / count * 1e9,
-                **ratio(spent, taken["copy"]),
-            }
-            for way, spent in taken.items()
+            way: {"ns": min(spent) / count * 1e9, **ratio(spent, taken["copy"])} for way, spent in taken.items()
         }
     return found

@@ -1,10 +1,9 @@
-"""What benchmarks of this folder share: progress, the time of a call, and processes that work together."""
+"""What benchmarks of this folder share: progress, and processes that work together."""
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +14,6 @@ PROCESSES_S = 900.0
 def say(step: str) -> None:
     """Print a step to standard error."""
     print(step, file=sys.stderr, flush=True)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def together(work: Callable[[int], Any], count: int) -> list[Any]:

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import torchrl_ext as tx
-from tests.bench.frame import say, seconds
+from tests.bench.frame import say
 from tests.models import VOCAB, tiny_tokenizer
+from torchrl_ext.bench.runner import seconds
 from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.http import HTTPSession
@@ -40,13 +41,11 @@ def measure(
     layers: int = 94,
     transport: list[str] = ["delta", "disk"],  # noqa: B006 - read only
     repeats: int = 3,
-    stock: bool = True,
 ) -> dict[str, Any]:
     """Update one engine by each --transport: the first update, then of one tensor in a hundred, of none and of all.
 
-    With --engine vllm or sglang, in a real server, with --stock also in one without our plugin, by disk. "ours / own"
-    divides what an update takes in the engine, without what the engine's own code takes in it, by the engine's own
-    loading of the same checkpoint; "trainer / copy" divides the trainer's work by a copy of each tensor.
+    "ours of own" divides what an update takes in the engine, without what the engine's own code takes in it, by the
+    engine's own loading of the same checkpoint; "trainer of copy" divides the trainer's work by a copy of each tensor.
     """
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-names-") as name:
         folder = Path(name)
@@ -54,15 +53,11 @@ def measure(
         copied = statistics.median(seconds(lambda: [t.clone() for t in weights.values()]) for _ in range(5))
         found: dict[str, Any] = {"engine": engine, "names": len(weights), "copy_s": copied}
         rows, own = dict[str, Row](), 0.0
-        with serving(engine, folder, plugin=True) as site:
+        with serving(engine, folder) as site:
             for number, kind in enumerate(transport):
                 rows |= {f"{kind}, {what}": row for what, row in site.follow(kind, weights, repeats).items()}
                 if not number:  # not before: the first update is rehearsed only while nothing was loaded
                     own = found["own_load_s"] = site.reload(repeats)
-        if stock and engine != "embedded":
-            with serving(engine, folder, plugin=False) as site:
-                rows |= {f"stock, disk, {what}": row for what, row in site.follow("disk", weights, repeats).items()}
-                found["stock_own_load_s"] = site.reload(repeats)
     for row in rows.values():
         row["ours of own"] = row["ours_s"] / own
         row["trainer of copy"] = row["trainer_s"] / copied
@@ -118,17 +113,16 @@ def checkpoint(folder: Path, layers: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def serving(engine: str, folder: Path, *, plugin: bool) -> Iterator[Site]:
-    """A server of a checkpoint; with ``plugin`` it has ours, and writes down what calls take."""
-    say(f"starting {engine}{'' if plugin else ', stock'}")
-    calls = folder / f"calls-{plugin}"
+def serving(engine: str, folder: Path) -> Iterator[Site]:
+    """A server of a checkpoint, which writes down what calls take."""
+    say(f"starting {engine}")
+    calls = folder / "calls"
     settings: dict[str, Any] = settings_for(engine) | {"dtype": "bfloat16", "start_timeout_s": TIMEOUT_S}
     settings |= {"max_model_len": 256, "log_path": folder / f"{engine}.log"}
-    settings |= {} if engine == "embedded" else {"plugin": plugin}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHRL_EXT_TIMED", str(calls))
         patch.setenv("PYTHONPATH", str(TIMED), prepend=os.pathsep)
-        patch.setenv("VLLM_PLUGINS", "timed_calls,torchrl_ext_cpu" if plugin else "torchrl_ext_cpu")
+        patch.setenv("VLLM_PLUGINS", "timed_calls,torchrl_ext_cpu")
         spec = _TimedEmbedded if engine == "embedded" else engines.part(engine, "server")
         server = start(spec(folder / "model", **settings))
     with server:
@@ -161,32 +155,24 @@ class Site:
                             weights[name].view(torch.int16).view(-1)[turn] += 1
                         rows[what].append(row := self._row(sender, weights))
                         say(json.dumps(row))
-        return {what: _middle(found) for what, found in rows.items()}
+        return {what: sorted(found, key=lambda row: row["total_s"])[len(found) // 2] for what, found in rows.items()}
 
     def _row(self, sender: tx.WeightSender, weights: dict[str, Tensor]) -> Row:
         with sent() as (bodies, took):
             report = sender.update_weights(weights)
         found: Row = {"total_s": report.spans["total"], "proof": report.proof}
         found["trainer_s"] = report.spans["prepare"] + took["source"]
-        found["source_s"], found["prepare_s"] = took["source"], report.spans["prepare"]
-        found["bytes"] = report.bytes
         found["messages_bytes"] = sum(len(json.dumps(body)) for body in bodies)
-        for name in ("connect", "rehearse", "prefetch", "pause"):
-            found[f"{name}_s"] = report.spans.get(name, 0.0)
-        calls = self.calls()
+        found |= {f"{name}_s": report.spans.get(name, 0.0) for name in ("connect", "rehearse", "prefetch", "pause")}
+        lines = self._calls.read_text().splitlines()
         own: dict[str, float] = defaultdict(float)
-        for call in calls:
-            for label, spent in call["own"].items():
+        for line in lines[self._read :]:
+            for label, spent in json.loads(line)["own"].items():
                 own[label] += spent
+        self._read = len(lines)
         found["engines_s"] = sum(spent for label, spent in own.items() if label.startswith("engine"))
         found["ours_s"] = sum(own.values()) - found["engines_s"]
         return found | {"parts": dict(sorted(own.items(), key=lambda pair: -pair[1]))}
-
-    def calls(self) -> list[Row]:
-        """Return what was written down since the last call."""
-        lines = self._calls.read_text().splitlines() if self._calls.exists() else []
-        new, self._read = lines[self._read :], len(lines)
-        return [json.loads(line) for line in new]
 
     def reload(self, repeats: int) -> float:
         """Return the seconds in which the engine loads the checkpoint itself; `transformers` for the embedded one."""
@@ -231,8 +217,3 @@ def sent() -> Iterator[tuple[list[Any], dict[str, float]]]:
         patch.setattr(HTTPSession, "exchange", exchanged)
         patch.setattr(tx.WeightSender, "_source", made)
         yield bodies, took
-
-
-def _middle(rows: list[Row]) -> Row:
-    """Return the row of the median total."""
-    return sorted(rows, key=lambda row: row["total_s"])[len(rows) // 2]

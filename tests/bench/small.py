@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import torchrl_ext as tx
-from tests.bench.frame import say, seconds
+from tests.bench.frame import say
+from torchrl_ext.bench.runner import seconds
 from torchrl_ext.stores.manifest import MANIFEST, read_manifest
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import seconds  # of this folder
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -30,6 +29,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
+from torchrl_ext.bench.runner import seconds
 from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.units import units
 from torchrl_ext.plugins.loader import EngineLoader

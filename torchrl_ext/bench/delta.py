@@ -1,19 +1,17 @@
-"""``torchrl-ext bench delta``: size and speed of every encoding, each beside its reference in the same run.
+"""``torchrl-ext bench delta``: size and speed of encodings, each beside its reference in the same run.
 
-Data: pairs of bfloat16 models, from 0.1 to 100 % of whose elements differ. References: a plain copy of the same bytes,
-xor in zstd with a checksum of every tensor (what others publish), and int32 + bf16 (what most others send).
+Data: pairs of bfloat16 models, a share of whose elements differs. References: a plain copy of the same bytes, xor in
+zstd with a checksum of every tensor (what others publish), and int32 + bf16 (what most others send).
 """
 
 from __future__ import annotations
 
 import itertools
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,152 +31,116 @@ from torchrl_ext.stores.delta_manifest import BLOCKS
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.transports.delta.broadcast import KeptTensors
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.containers import BlockFiles, Coded, code
+from torchrl_ext.versions.containers import BlockFiles, code
 from torchrl_ext.versions.owned import FlatCopies, Owned
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["DENSITIES", "coded", "copies_of", "measure", "measure_encode", "measure_sizes"]
+__all__ = ["OURS", "OTHERS", "changes", "compare", "measure"]
 
-DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
-ENCODINGS = ("ulp", "context", "auto", "deltas_zstd")
-KINDS = ("ulp", "context", "bitmap")
+OURS = ("ulp", "context")
 """Kinds of blocks whose speed is measured."""
+_ENCODINGS = (*OURS, "auto", "deltas_zstd")
+_POOLED = 1 << 16  # elements of a tensor on average, from which threads pay off for layouts that code tensor by tensor
+
+Layout = tuple[Callable[[str, Tensor, Tensor], Any], Callable[[list[Any]], int]]
+"""What is done with each tensor (its name, before, after), and the bytes of all results."""
 
 
-def measure(
-    say: Callable[[str], None],
-    *,
-    size: str = "small",
-    densities: Sequence[float] = DENSITIES,
-    threads: int | None = None,
-    repeats: int = 7,
-    folder: str | None = None,
-) -> Info:
-    """Measure scattered changes of each density, and clustered ones of up to 10 %.
+def measure(size: str, densities: Sequence[float], repeats: int) -> Info:
+    """Measure changes of each density.
 
     Args:
-        say: called with each step.
         size: of `SIZES`.
         densities: shares of the elements that change, 0 to 1.
-        threads: worker threads of every way; default: what an update would take.
         repeats: rounds.
-        folder: where deltas are written while they are timed; default: the system's temporary directory.
     """
-    threads = threads or worker_threads()
-    found: Info = {"size": size, "cores": worker_threads(), "threads": threads, "torch": torch.__version__}
-    for density in densities:
-        for clustered in (False, True) if density < 0.5 else (False,):
-            label = f"{density:.1%} {'clustered' if clustered else 'scattered'}"
-            say(label)
-            pair = synthetic_pair(SIZES[size]["model"], density, clustered=clustered)
-            found[label] = measure_sizes(pair) | measure_encode(pair, repeats, threads, folder)
-    return found
+    found: Info = {"size": size, "threads": worker_threads(), "torch": torch.__version__}
+    return found | {f"{density:.1%}": compare(synthetic_pair(SIZES[size], density), repeats) for density in densities}
 
 
-# sizes
+def changes(name: str, old: Tensor, new: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the flat places of what changed in a bfloat16 tensor, int32, and the new bits there."""
+    before, after = units(old).reshape(-1), units(new).reshape(-1)
+    where = np.flatnonzero(before != after)
+    return where.astype(np.int32), after[where]
 
 
-def measure_sizes(pair: Pair) -> Info:
-    """Count the bytes of every encoding of a bfloat16 pair, with all framing."""
-    changed = sum(int((units(old) != units(new)).sum()) for _, old, new in pair)
-    total = sum(new.nbytes for _, _, new in pair)
-    sizes = {"int32 + bf16": 6 * changed} | {name: _published_bytes(pair, name) for name in ENCODINGS}
+def _xor(name: str, old: Tensor, new: Tensor) -> bytes:
+    """Return what others publish of a tensor: both versions' difference in zstd, and the checksum of the new one."""
+    before, after = (units(tensor).reshape(-1).view(np.uint8) for tensor in (old, new))
+    xxhash.xxh3_128_digest(after.data)
+    return zstandard.ZstdCompressor(level=1).compress((before ^ after).data)
+
+
+OTHERS: Mapping[str, Layout] = {
+    "int32 + bf16": (changes, lambda found: sum(where.nbytes + values.nbytes for where, values in found)),
+    "xor + zstd": (_xor, lambda found: sum(map(len, found))),
+}
+
+
+def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> Info:
+    """Count the bytes of every layout with all framing, and time each way to find and code the changes, in turns.
+
+    Every way has the same threads. Ours also sums a digest of every tensor; ``xor + zstd`` a checksum of every tensor.
+
+    Args:
+        pair: bfloat16.
+        repeats: rounds.
+        others: layouts beside ours.
+
+    Returns:
+        JSON-safe: ``bits_per_changed`` and ``bytes`` by layout; ``seconds`` by way, ``copy`` among them; ratios.
+    """
+    total = sum(new.numel() for _, _, new in pair)
+    changed = sum(changes(*row)[0].size for row in pair)
+    targets = {name: torch.zeros_like(new) for name, _, new in pair}  # touched, so that no page fault is timed
+    olds = FlatCopies(ParamTable.of([ParamMeta.of(name, old) for name, old, _ in pair]), pinned=False)
+    for (_, old, _), copy in zip(pair, olds.by_name().values(), strict=True):
+        copy.copy_(old)
+
+    def over(work: Callable[[str, Tensor, Tensor], Any]) -> list[Any]:
+        if total < _POOLED * len(pair):  # a pool would take longer
+            return list(itertools.starmap(work, pair))
+        with ThreadPoolExecutor(worker_threads()) as pool:
+            return list(pool.map(work, *zip(*pair, strict=True)))
+
+    def theirs(layout: Layout) -> int:
+        return layout[1](over(layout[0]))
+
+    def ours(kind: str) -> int:
+        rows = zip(*olds.table.place, (new for _, _, new in pair), strict=True)
+        then = partial(code, olds.table, make_codec(kind))
+        blocks = find(olds.table, olds.bits, rows, then, threads=worker_threads())
+        return sum(len(data) for _, data in BlockFiles(olds.table).laid(blocks))
+
+    sizes = {name: theirs(layout) for name, layout in others.items()}
+    sizes |= {name: _published_bytes(pair, name) for name in _ENCODINGS}
+    ways: dict[str, Callable[[], object]] = {
+        "copy": lambda: over(lambda name, _, new: np.copyto(units(targets[name]), units(new))),
+        **{name: partial(theirs, layout) for name, layout in others.items()},
+        **{kind: partial(ours, kind) for kind in OURS},
+    }
+    taken = rounds(ways, repeats)
     return {
-        "parameters": total // 2,
-        "density": changed / (total // 2),
-        "bits per changed": {name: 8 * size / max(1, changed) for name, size in sizes.items()},
+        "parameters": total,
+        "tensors": len(pair),
+        "density": changed / total,
+        "bytes": sizes,
+        "bits_per_changed": {name: 8 * size / max(1, changed) for name, size in sizes.items()},
+        "seconds": taken,
+        "gb_per_s": {way: 2 * total / median(spent) / 1e9 for way, spent in taken.items()},
+        **{f"ulp / {other}": ratio(taken["ulp"], taken[other]) for other in ("xor + zstd", "copy")},
     }
 
 
 def _published_bytes(pair: Pair, encoding: str) -> int:
     """Return the bytes of a delta's files: with the manifest, where the files are ours."""
-    codec, store = make_codec(encoding), MemoryStore()
-    writer = ChainWriter(
-        store,
-        Chain(store),
-        "0" * 32,
-        Owned(codec, KeptTensors()),
-        keyframe_every=0,
-        base=None,
-        keep_files=True,
-    )
+    store = MemoryStore()
+    owned = Owned(make_codec(encoding), KeptTensors())
+    writer = ChainWriter(store, Chain(store), "0" * 32, owned, keyframe_every=0, base=None, keep_files=True)
     writer.publish(MappingSource({name: old for name, old, _ in pair}), 1)
     writer.acknowledge()
     delta = writer.publish(MappingSource({name: new for name, _, new in pair}), 2)
     assert delta is not None
     return sum(delta.files.values()) + (len(delta.to_bytes()) if delta.container == BLOCKS else 0)
-
-
-# speeds
-
-
-def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = None) -> Info:
-    """Time each way to find, code, check and write changes to a file, in turns.
-
-    Args:
-        pair: any dtype.
-        repeats: rounds.
-        threads: worker threads, the same for every way.
-        folder: where the file is written; default: the system's temporary directory.
-    """
-    total = sum(new.nbytes for _, _, new in pair)
-    targets = [torch.zeros_like(new) for _, _, new in pair]  # touched, so that no page fault is timed
-    old, new = ({name: sides[side] for name, *sides in pair} for side in (0, 1))
-    olds = copies_of(old)
-
-    def blocks(kind: str) -> Iterator[bytes]:
-        yield from (data for _, data in BlockFiles(olds.table).laid(coded(olds, new, kind, threads)))
-
-    def xor() -> Iterator[bytes]:
-        with ThreadPoolExecutor(threads) as pool:
-            yield from pool.map(_xor, pair)
-
-    def copies() -> Iterator[bytes]:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_copy, targets, (new for _, _, new in pair)))
-        return iter(())
-
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=folder) as place:
-
-        def publish(payloads: Callable[[], Iterator[bytes]]) -> float:
-            began = time.perf_counter()
-            with open(Path(place) / "payloads", "wb") as file:
-                for payload in payloads():
-                    file.write(payload)
-            return time.perf_counter() - began
-
-        ways = {"copy": copies, "xor": xor} | {kind: partial(blocks, kind) for kind in KINDS}
-        seconds = rounds({name: partial(publish, way) for name, way in ways.items()}, repeats)
-    return {
-        "seconds": seconds,
-        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "ulp / xor": ratio(seconds["ulp"], seconds["xor"]),
-        "ulp / copy": ratio(seconds["ulp"], seconds["copy"]),
-    }
-
-
-def copies_of(old: Mapping[str, Tensor]) -> FlatCopies:
-    """Return copies of ``old`` on the host, against which changes are found."""
-    olds = FlatCopies(ParamTable.of(itertools.starmap(ParamMeta.of, old.items())), pinned=False)
-    for name, copy in olds.by_name().items():
-        copy.copy_(old[name])
-    return olds
-
-
-def coded(olds: FlatCopies, new: Mapping[str, Tensor], kind: str, threads: int) -> Iterator[Coded]:
-    """Find what changed since ``olds``, which stay as they are, and yield it in blocks of one kind."""
-    rows = zip(*olds.table.place, new.values(), strict=True)
-    then = partial(code, olds.table, make_codec(kind))
-    return find(olds.table, olds.bits, rows, then, threads=threads)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    np.copyto(units(target), units(source))
-
-
-def _xor(row: tuple[str, Tensor, Tensor]) -> bytes:
-    """Return what others publish of a tensor: both versions' difference in zstd, and the checksum of the new one."""
-    old, new = (units(tensor).reshape(-1).view(np.uint8) for tensor in row[1:])
-    xxhash.xxh3_128_digest(new.data)
-    return zstandard.ZstdCompressor(level=1).compress((old ^ new).data)

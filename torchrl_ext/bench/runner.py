@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-__all__ = ["figures", "ratio", "rounds"]
+__all__ = ["figures", "ratio", "rounds", "seconds"]
 
 
-def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Time each way in each round, after one round that is not counted; every round starts with another way."""
+def seconds(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def rounds(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each way in each round.
+
+    One round before them is not counted. Every round starts with another way.
+    """
     names = list(ways)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            taken = ways[name]()
+            spent = seconds(ways[name])
             if turn:
-                seconds[name].append(taken)
-    return seconds
+                taken[name].append(spent)
+    return taken
 
 
 def ratio(fast_s: Sequence[float], slow_s: Sequence[float]) -> dict[str, float]:

@@ -2,110 +2,99 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import torchrl_ext as tx
 from tests.bench.data import flip
-from tests.bench.frame import seconds
+from tests.bench.frame import say
 from tests.bench.peers.layouts import Row, weigh
 from tests.embedded import EmbeddedServer
-from torchrl_ext.bench.data import Shapes, model_shapes, synthetic_pair
+from torchrl_ext.bench.data import Shapes, model_shapes, shapes_bytes, synthetic_pair
+from torchrl_ext.bench.runner import seconds
 from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-SIZES: dict[str, dict[str, list[Any]]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {
-        "parameters": [(2, 256, 4000), (4, 512, 8000), (6, 768, 16_000)],
+        "models": [(2, 256, 4000), (4, 512, 8000), (6, 768, 16_000)],
         "density": [0.001, 0.01, 0.1, 0.5],
+        "elements": 1 << 23,
         "tensors": [10, 100, 1000, 10_000],
         "engines": [1, 2, 4],
+        "hidden": 512,
     },
     "small": {
-        "parameters": [(1, 128, 500), (1, 256, 500)],
-        "density": [0.01, 0.1],
-        "tensors": [10, 100],
-        "engines": [1, 2],
+        "models": [(1, 128, 500), (1, 256, 500)],
+        "density": [0.01],
+        "elements": 1 << 18,
+        "tensors": [10],
+        "engines": [2],
+        "hidden": 128,
     },
 }
-_ELEMENTS = {"full": 1 << 23, "small": 1 << 18}
-_HIDDEN = {"full": 512, "small": 128}
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "disk": {},
+    "delta": {"keyframe_every": 0},
+    "delta by broadcast": {"carrier": "collective", "keyframe_every": 0},
+    "collective": {},
+}
 
 
 def layouts(size: str, repeats: int) -> Iterator[Row]:
     """Yield rows of layouts along three axes; where nothing else is said, 1 % of the elements change."""
-    for layers, hidden, vocabulary in SIZES[size]["parameters"]:
-        shapes = model_shapes(layers, hidden, vocabulary)
-        number = sum(math.prod(shape) for shape in shapes.values())
-        yield from _along("parameters", number, shapes, 0.01, repeats)
-    middle = model_shapes(*SIZES[size]["parameters"][1])
-    for density in SIZES[size]["density"]:
-        yield from _along("density", density, middle, density, repeats)
-    for count in SIZES[size]["tensors"]:
-        yield from _along("tensors", count, _cut(_ELEMENTS[size], count), 0.01, repeats)
-
-
-def _cut(elements: int, count: int) -> Shapes:
-    return {f"w.{number:05d}": (8, elements // count // 8) for number in range(count)}
-
-
-def _along(axis: str, at: float, shapes: Shapes, density: float, repeats: int) -> Iterator[Row]:
-    old, new = {}, {}
-    for name, before, after in synthetic_pair(shapes, density):
-        old[name], new[name] = before, after
-    for row in weigh(old, new, repeats):
-        yield {"axis": axis, "at": at, **row}
+    found = SIZES[size]
+    models = [model_shapes(*model) for model in found["models"]]
+    cases: list[tuple[str, float, Shapes, float]] = [
+        ("parameters", shapes_bytes(shapes) // 2, shapes, 0.01) for shapes in models
+    ]
+    cases += [("density", density, models[1], density) for density in found["density"]]
+    for count in found["tensors"]:
+        shape = (8, found["elements"] // count // 8)
+        cases.append(("tensors", count, {f"w.{number:05d}": shape for number in range(count)}, 0.01))
+    for axis, at, shapes, density in cases:
+        say(f"growth, {axis} {at}")
+        for row in weigh(synthetic_pair(shapes, density), repeats):
+            yield {"axis": axis, "at": at, **row}
 
 
 def engines(size: str, repeats: int, folder: Path) -> Iterator[Row]:
     """Yield rows of updates to several embedded engines on this machine, of 1 % of the elements."""
-    hidden = _HIDDEN[size]
-    model = make_tiny_lm(
-        folder / "growth", dtype=torch.bfloat16, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4
-    )
+    counts, hidden = SIZES[size]["engines"], SIZES[size]["hidden"]
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 4}
+    model = make_tiny_lm(folder / "growth", dtype=torch.bfloat16, **shape)
     weights = {name: tensor.clone() for name, tensor in CheckpointSource(model)}
-    targets = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-    makes: dict[str, Callable[[Path], tx.Transport]] = {
-        "disk": lambda root: tx.make_transport("disk", root=root, files=model),
-        "delta": lambda root: tx.make_transport("delta", root=root, keyframe_every=0),
-        "delta by broadcast": lambda _: tx.make_transport("delta", carrier="collective", keyframe_every=0),
-        "collective": lambda _: tx.make_transport("collective"),
-    }
+    target = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    copy_s = min(seconds(lambda: copy(weights, target)) for _ in range(3))
     with ExitStack() as ends:
-        urls = [
-            ends.enter_context(EmbeddedServer(model, dtype="bfloat16", threads=1)).url
-            for _ in range(max(SIZES[size]["engines"]))
-        ]
-        for count in SIZES[size]["engines"]:
-            for name, make in makes.items():
-                sender = tx.WeightSender(make(folder / f"{name}-{count}"), tx.connect(*urls[:count]))
-                try:
+        urls = [ends.enter_context(EmbeddedServer(model, dtype="bfloat16", threads=1)).url for _ in range(max(counts))]
+        for count in counts:
+            for name, settings in TRANSPORTS.items():
+                say(f"growth, {count} engines, {name}")
+                kind, taken = name.partition(" ")[0], list[float]()
+                place = {} if kind == "collective" or "carrier" in settings else {"root": folder / f"{name}-{count}"}
+                files = {"files": model} if kind == "disk" else {}
+                transport = tx.make_transport(kind, **settings, **place, **files)
+                with tx.WeightSender(transport, tx.connect(*urls[:count])) as sender:
                     sender.update_weights(weights)
-                    taken, pauses, size_of = [], [], 0
-                    copy_s = min(seconds(lambda: _copy(weights, targets)) for _ in range(3))
-                    for turn in range(repeats + 1):
+                    for turn in range(repeats + 1):  # the first delta is not counted
                         flip(weights, 0.01, seed=turn)
                         began = time.perf_counter()
-                        report = sender.update_weights(weights)
-                        if turn:
-                            taken.append(time.perf_counter() - began)
-                            pauses.append(max(row.pause_s for row in report.engines))
-                            size_of = report.bytes
-                finally:
-                    sender.shutdown()
-                total_s, pause_s = statistics.median(taken), statistics.median(pauses)
-                found = {"axis": "engines", "at": count, "name": name, "ours": True, "bytes": size_of}
-                found |= {"total_s": total_s, "pause_s": pause_s, "copy_s": copy_s}
-                yield found | {"total_of_copy": total_s / copy_s, "pause_of_copy": pause_s / copy_s}
+                        sender.update_weights(weights)
+                        taken.append(time.perf_counter() - began)
+                total_s = statistics.median(taken[1:])
+                found = {"axis": "engines", "at": count, "name": name, "ours": True, "total_s": total_s}
+                yield found | {"copy_s": copy_s, "total_of_copy": total_s / copy_s}
 
 
-def _copy(weights: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
+def copy(weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Copy every tensor: the reference of an update."""
     for name, tensor in weights.items():
-        targets[name].copy_(tensor)
+        target[name].copy_(tensor)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tests.bench.data import chain_shape, real_chain
 from tests.bench.models import plain_linears
+from torchrl_ext.bench.delta import changes
 from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.registry import engines
 from torchrl_ext.serving.server import start
@@ -29,7 +30,7 @@ from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
-ANSWER_S = 60.0
+ANSWER_S, START_S = 60.0, 180.0
 SIZES: dict[str, dict[str, Any]] = {
     "full": {"shape": (768, 12, 16_000), "pretrain_steps": 8, "warm_steps": 4, "batch": 1},
     "small": {"shape": (256, 2, 2000), "pretrain_steps": 10, "warm_steps": 4, "batch": 2},
@@ -52,6 +53,11 @@ class Checkpoints:
         """Size of the model."""
         return sum(tensor.nbytes for tensor in self.start.values())
 
+    def changed(self) -> list[int]:
+        """Count the elements that each step changes."""
+        pairs = itertools.pairwise(self.steps)
+        return [sum(changes(name, old[name], new[name])[0].size for name in new) for old, new in pairs]
+
 
 def make_checkpoints(folder: Path, size: str, updates: int) -> Checkpoints:
     """Train a model, and write another one of its shape as a checkpoint, with which engines start."""
@@ -69,11 +75,10 @@ class Site:
         kind: ``"vllm"`` or ``"sglang"``.
         url: of the server.
         checkpoints: that it follows.
-        slime: a git repository of slime; None where there is none.
     """
 
-    def __init__(self, kind: str, url: str, checkpoints: Checkpoints, folder: Path, slime: str | None) -> None:
-        self.kind, self.url, self.checkpoints, self.slime = kind, url, checkpoints, slime
+    def __init__(self, kind: str, url: str, checkpoints: Checkpoints, folder: Path) -> None:
+        self.kind, self.url, self.checkpoints = kind, url, checkpoints
         self._folder, self._count = folder, 0
         self._http = httpx.Client(base_url=url, timeout=ANSWER_S)
         self._answers: list[float] = []
@@ -140,20 +145,6 @@ class Site:
         pairs = itertools.pairwise(times)
         return max((b - a for a, b in pairs if b >= began and a <= ended), default=0.0)
 
-    def answers(self, within_s: float) -> bool:
-        """Return whether it answers, after what failed: a paused engine is resumed first."""
-        route = "/resume" if self.kind == "vllm" else "/continue_generation"
-        asked, until = time.perf_counter(), time.monotonic() + within_s
-        try:
-            httpx.post(self.url + route, json={}, timeout=within_s)
-        except httpx.HTTPError:
-            return False
-        while time.monotonic() < until:
-            if self._answers and self._answers[-1] > asked:
-                return True
-            time.sleep(0.05)
-        return False
-
     def close(self) -> None:
         """End the client."""
         self._done.set()
@@ -180,11 +171,11 @@ BACKENDS = {"vllm nccl": "nccl", "vllm sparse": "sparse_nccl"}
 
 
 @contextmanager
-def serving(name: str, checkpoints: Checkpoints, folder: Path, slime: str | None, timeout_s: float) -> Iterator[Site]:
+def serving(name: str, checkpoints: Checkpoints, folder: Path) -> Iterator[Site]:
     """A server: ``vllm`` or ``sglang`` with our plugin, or one of `BACKENDS`. vLLM keeps linear weights unpacked."""
     kind = name.partition(" ")[0]
     settings: dict[str, Any] = settings_for(kind) | {"max_model_len": 256, "dtype": "bfloat16"}
-    settings |= {"start_timeout_s": timeout_s, "log_path": folder / f"{name}.log"}
+    settings |= {"start_timeout_s": START_S, "log_path": folder / f"{name}.log"}
     with plain_linears(), pytest.MonkeyPatch.context() as patch:
         if kind == "sglang":
             patch.delenv("VLLM_PLUGINS")
@@ -197,7 +188,7 @@ def serving(name: str, checkpoints: Checkpoints, folder: Path, slime: str | None
         server = start(engines.part(kind, "server")(checkpoints.folder, **settings))
     scratch = folder / name
     with server:
-        site = Site(kind, server.url, checkpoints, scratch, slime)
+        site = Site(kind, server.url, checkpoints, scratch)
         try:
             yield site
         finally:

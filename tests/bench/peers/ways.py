@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ import torch.multiprocessing
 from safetensors.torch import save_file
 
 import torchrl_ext as tx
-from tests.bench.peers.layouts import pairs
 from tests.bench.peers.site import Site, Weights
 from tests.bench.peers.wire.gloo_wire import Group
 from tests.peers import slime_trainer
-from torchrl_ext.cli.environments import settings_for
+from torchrl_ext.bench.delta import changes
 from torchrl_ext.serving.processes import free_port
 
 SLIME_COMMIT = "624b824a8"
@@ -39,21 +37,12 @@ Update = Callable[[Weights], Sent]
 
 @dataclass(frozen=True)
 class Way:
-    """One way.
-
-    Attributes:
-        name: for the table.
-        server: that it needs, a name of `tests.bench.peers.site.serving`.
-        open: makes it ready.
-        ours: whether it is of this package.
-        note: what has to be known beside its figures.
-    """
+    """One way, the server that it needs (a name of `tests.bench.peers.site.serving`), and what makes it ready."""
 
     name: str
     server: str
     open: Callable[[Site], AbstractContextManager[Update]]
-    ours: bool = field(default=False, kw_only=True)
-    note: str = field(default="", kw_only=True)
+    ours: bool = False
 
 
 @contextmanager
@@ -67,18 +56,11 @@ def ours(site: Site, transport: str, **settings: Any) -> Iterator[Update]:
 
     def update(weights: Weights) -> Sent:
         report = sender.update_weights(weights)
-        found = {
-            "bytes": report.bytes,
-            "encode_s": report.spans.get("prepare", 0.0),
-            "proof": report.proof,
-            "encoding": report.encoding,
-        }
-        return found | {"reported_pause_s": max(row.pause_s for row in report.engines)}
+        pause_s, encode_s = max(row.pause_s for row in report.engines), report.spans.get("prepare", 0.0)
+        return {"bytes": report.bytes, "encode_s": encode_s, "reported_pause_s": pause_s, "proof": report.proof}
 
-    try:
+    with sender:
         yield update
-    finally:
-        sender.shutdown()
 
 
 @contextmanager
@@ -153,7 +135,7 @@ def vllm_wire(site: Site, *, sparse: bool) -> Iterator[Update]:
             began = time.perf_counter()
             parts: dict[str, list[torch.Tensor]] = {name: [tensor] for name, tensor in weights.items()}
             if sparse:
-                found = {name: pairs(held[name], tensor) for name, tensor in weights.items()}
+                found = {name: changes(name, held[name], tensor) for name, tensor in weights.items()}
                 parts = {
                     name: [torch.from_numpy(where), torch.from_numpy(bits.view("int16")).view(torch.bfloat16)]
                     for name, (where, bits) in found.items()
@@ -187,10 +169,10 @@ def vllm_wire(site: Site, *, sparse: bool) -> Iterator[Update]:
 @contextmanager
 def slime(site: Site, encoding: str) -> Iterator[Update]:
     """slime's own writer of deltas and its own reader, both unchanged, in a process of their own."""
-    if site.slime is None:
+    if "TORCHRL_EXT_SLIME" not in os.environ:
         raise LookupError("not run: TORCHRL_EXT_SLIME names no git repository of slime")
     place = site.folder()
-    git = ["git", "-C", site.slime]
+    git = ["git", "-C", os.environ["TORCHRL_EXT_SLIME"]]
     archive = subprocess.run([*git, "archive", SLIME_COMMIT, "slime"], capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", place], input=archive, check=True)
     patch = f"{SLIME_COMMIT}:docker/patch/latest/sglang-pull_weights.patch"
@@ -233,63 +215,25 @@ def slime(site: Site, encoding: str) -> Iterator[Update]:
             process.wait()
 
 
-@contextmanager
-def torchrl_to_vllm(site: Site) -> Iterator[Update]:
-    """TorchRL's `VLLMWeightSyncScheme`, where vLLM is; always ends in its error."""
-    trainers = str(Path(torch.__file__).parents[1])
-    python = str(settings_for("vllm").get("python", sys.executable))
-    script = Path(__file__).with_name("torchrl_scheme.py")
-    environ = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        [python, str(script), trainers], capture_output=True, text=True, timeout=60, check=True, env=environ
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    raise RuntimeError(f"{found['with a device']} (as this machine is, without a CUDA device: {found['here']})")
-    yield
-
-
-@contextmanager
-def torchrl_to_sglang(site: Site) -> Iterator[Update]:
-    """TorchRL's `SGLangWeightSyncScheme`."""
-    from torchrl.weight_update.llm import SGLangWeightSyncScheme
-
-    sender = SGLangWeightSyncScheme(server_url=site.url, num_gpus=1).create_sender()
-    try:
-        sender.init_all_workers_group({name: (t.dtype, t.shape) for name, t in site.checkpoints.start.items()})
-    except (AttributeError, RuntimeError) as error:
-        raise RuntimeError(f"{error} (it needs a CUDA device)") from error
-    raise RuntimeError("it joined without a CUDA device: measure it")
-    yield
-
-
-GLOO = "gloo in the place of NCCL"
+OURS: dict[str, dict[str, Any]] = {
+    "disk": {"transport": "disk"},  # the first of each server: its outputs are what others have to give
+    "delta": {"transport": "delta", "keyframe_every": 0},
+    "delta, ulp": {"transport": "delta", "encoding": "ulp", "keyframe_every": 0},
+    "delta, context": {"transport": "delta", "encoding": "context", "keyframe_every": 0},
+    "delta by broadcast": {"transport": "delta", "carrier": "collective", "keyframe_every": 0},
+    "collective": {"transport": "collective"},
+    "sharded": {"transport": "sharded"},
+    "ipc": {"transport": "ipc"},
+}
 WAYS = [
-    *(
-        Way(name, make, partial(ours, **settings), ours=True)
-        for make in ("vllm", "sglang")
-        for name, settings in {
-            "disk": {"transport": "disk"},  # the first of each server: its outputs are what others have to give
-            "delta": {"transport": "delta", "keyframe_every": 0},
-            "delta, ulp": {"transport": "delta", "encoding": "ulp", "keyframe_every": 0},
-            "delta, context": {"transport": "delta", "encoding": "context", "keyframe_every": 0},
-            "delta by broadcast": {"transport": "delta", "carrier": "collective", "keyframe_every": 0},
-            "collective": {"transport": "collective"},
-            "sharded": {"transport": "sharded"},
-            "ipc": {"transport": "ipc"},
-        }.items()
-    ),
+    *(Way(name, make, partial(ours, **how), ours=True) for make in ("vllm", "sglang") for name, how in OURS.items()),
     Way("safetensors + reload_weights by hand", "vllm", reload_by_hand),
-    Way("TorchRL VLLMWeightSyncScheme", "vllm", torchrl_to_vllm),
     Way("native", "sglang", partial(ours, transport="native", make="sglang"), ours=True),
     Way("safetensors + update_weights_from_disk by hand", "sglang", reload_by_hand),
     Way("update_weights_from_tensor by hand", "sglang", from_tensor),
     Way("slime, xor", "sglang", partial(slime, encoding="xor")),
     Way("slime, overwrite", "sglang", partial(slime, encoding="overwrite")),
-    Way("TorchRL SGLangWeightSyncScheme", "sglang", torchrl_to_sglang),
-    Way(
-        "native", "vllm nccl", partial(ours, transport="native", make="vllm", backend="gloo"),
-        ours=True, note=GLOO,
-    ),
-    Way("vLLM weight transfer, tensor by tensor", "vllm nccl", partial(vllm_wire, sparse=False), note=GLOO),
-    Way("vLLM sparse patches", "vllm sparse", partial(vllm_wire, sparse=True), note=GLOO),
-]  # fmt: skip
+    Way("native", "vllm nccl", partial(ours, transport="native", make="vllm", backend="gloo"), ours=True),
+    Way("vLLM weight transfer, tensor by tensor", "vllm nccl", partial(vllm_wire, sparse=False)),
+    Way("vLLM sparse patches", "vllm sparse", partial(vllm_wire, sparse=True)),
+]
