@@ -37,13 +37,11 @@ def settings(what):
     from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.configs import hydra
-    from torchrl_ext.planning import Facts
     from torchrl_ext.registry import transports
 
     moved = [transports.load(name) for name in sorted(transports.names())]
     owner, explain = {
         "update": (WeightUpdateConfig, [WeightUpdateConfig]),
-        "facts": (Facts, [Facts]),
         "scheme": (hydra.TransportWeightSyncSchemeConfig, [TransportWeightSyncScheme, *moved]),
     }[what]
     return [field for field in dataclasses.fields(owner) if not field.name.startswith("_")], explain

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrl_ext.errors import ConfigError
 
@@ -16,7 +16,8 @@ _HEAVY = 0.1
 """A full version is too heavy if its bytes take more than this share of the interval between updates."""
 
 
-class Decision(NamedTuple):
+@dataclass(frozen=True)
+class Decision:
     """One row of the table of goals: a goal or a condition, and options of `WeightUpdateConfig` to start from."""
 
     goal: str
@@ -54,11 +55,11 @@ DECISIONS: Mapping[str, Decision] = MappingProxyType(
 """The table's rows by short name, in the guides' order; ``shards`` is our addition."""
 
 _ROWS = {
-    ("collective", None): "group",
-    ("sharded", None): "shards",
-    ("disk", None): "path",
-    ("delta", "disk"): "heavy",
-    ("delta", "collective"): "validate",
+    "collective": "group",
+    "sharded": "shards",
+    "disk": "path",
+    "delta over disk": "heavy",
+    "delta over collective": "validate",
 }
 
 
@@ -78,8 +79,7 @@ class Facts:
     bytes_per_parameter: float = _fact(2.0, "2 for bfloat16")
     trainer_ranks: int = _fact(1, "trainer ranks among which the weights are sharded; 1 if one rank holds them all")
     regions: int = _fact(1, "regions with engines, the trainer's included")
-    owned: bool | None = _fact(None, "the training job starts the engines; by default only if topology is set")
-    topology: bool = _fact(False, "prefill/decode pools, several models, different groups or overrides are needed")
+    topology: bool = _fact(False, "the job starts engines: pools, several models, different groups or overrides")
     frozen_models: bool = _fact(False, "reference, reward or tool models are served beside the policy")
     colocated: bool = _fact(False, "trainer and engines share their devices")
     same_stack: bool = _fact(True, "engines run in a compatible environment on compatible devices")
@@ -97,24 +97,10 @@ class Facts:
                 raise ConfigError(f"{one.name} is {value!r}", expected="a whole number of at least 1")
             if one.type == "float" and not 0 < value < math.inf:
                 raise ConfigError(f"{one.name} is {value!r}", expected="a positive number")
-        not_owned = self.owned is False and self.topology
-        for wrong, what, expected in (
-            (not_owned, "a topology needs engines that the job starts", "owned=True, or no topology"),
-            (self.colocated and self.regions > 1, "colocated engines are where the trainer is", "regions=1"),
-            (self.validate_delta and self.colocated, "a delta does not go with colocated engines", "colocated=False"),
-        ):
-            if wrong:
-                raise ConfigError(what, expected=expected)
-
-    @property
-    def job_owns(self) -> bool:
-        """Whether the job starts the engines: `owned`, or by default `topology`."""
-        return self.topology if self.owned is None else self.owned
-
-    @property
-    def model_bytes(self) -> float:
-        """Bytes of one full version of the weights."""
-        return self.parameters * self.bytes_per_parameter
+        if self.colocated and self.regions > 1:
+            raise ConfigError("colocated engines are where the trainer is", expected="regions=1")
+        if self.colocated and self.validate_delta:
+            raise ConfigError("a delta does not go with colocated engines", expected="colocated=False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,101 +109,72 @@ class Recommendation:
 
     Attributes:
         facts: from which it was chosen.
+        answers: the rows of `DECISIONS` that apply, by short name.
         transport: name of the transport.
-        encoding: the encoding of deltas; None for full versions.
-        carrier: ``"disk"`` or ``"collective"`` for deltas, else None.
+        settings: for ``make_transport(recommendation.transport, ...)``.
+        options: the same settings under the names of `WeightUpdateConfig`.
         reason: why.
         rejected: why the facts rule each other route out, or leave it behind, by name.
     """
 
     facts: Facts
+    answers: Mapping[str, Decision]
     transport: str
-    encoding: str | None = None
-    carrier: str | None = None
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
     reason: str
     rejected: Mapping[str, str]
 
-    @property
-    def answers(self) -> dict[str, Decision]:
-        """The rows of `DECISIONS` that apply, by short name."""
-        facts = self.facts
-        applies = {
-            _ROWS.get((self.transport, self.carrier)): True,
-            "topology" if facts.job_owns else "external": True,
-            "frozen": facts.frozen_models,
-            "stack": not facts.same_stack,
-        }
-        return {name: decision for name, decision in DECISIONS.items() if applies.get(name)}
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings for ``make_transport(recommendation.transport, ...)``."""
-        settings: dict[str, Any] = {}
-        if "disk" in (self.transport, self.carrier):
-            settings["root"] = self.facts.shared_path
-        elif self.carrier is not None:
-            settings["carrier"] = self.carrier
-        return settings if self.encoding is None else settings | {"encoding": self.encoding}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The same settings under the names of `WeightUpdateConfig`."""
-        settings, names = self.settings, {"disk": "disk", "sharded": "sharded"}
-        options = {
-            "update_weight_mode": "full" if self.encoding is None else "delta",
-            "update_weight_transport": names.get(self.carrier or self.transport, "nccl"),
-            "update_weight_disk_dir": settings.get("root"),
-            "update_weight_encoding": settings.get("encoding"),
-            "colocate": self.facts.colocated or None,
-        }
-        return {name: value for name, value in options.items() if value is not None}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe dictionary."""
-        return {
-            "facts": asdict(self.facts),
-            "answers": {name: decision._asdict() for name, decision in self.answers.items()},
-            "transport": self.transport,
-            "encoding": self.encoding,
-            "carrier": self.carrier,
-            "reason": self.reason,
-            "options": self.options,
-            "rejected": dict(self.rejected),
-        }
-
-
-def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
+def recommend(**facts: Any) -> Recommendation:
     """Recommend a route for weight updates.
 
     The simplest full route that the facts allow; where a full version's bytes take more than a tenth of the interval
     between updates on that route, slices of all ranks, or else a delta.
 
     Args:
-        facts: facts about the deployment; None builds them from ``given``.
-        given: fields of `Facts`, instead of ``facts``.
+        facts: fields of `Facts`.
 
     Raises:
-        ConfigError: the facts are impossible or rule out every route, or both arguments are given.
+        ConfigError: the facts are impossible or rule out every route.
     """
-    names = [one.name for one in fields(Facts)]
-    if unknown := sorted(given.keys() - set(names)):
-        raise ConfigError(f"there is no fact {unknown[0]!r}", expected=", ".join(names))
-    if facts is not None and given:
-        raise ConfigError("recommend takes facts, or their fields by name", expected="one of the two")
-    facts = facts or Facts(**given)
-    obstacles = _obstacles(facts)
-    possible = [name for name, why in obstacles.items() if why is None]
-    chosen, reason = _choose(facts, possible)
+    given = Facts(**facts)
+    obstacles = _obstacles(given)
+    chosen, reason = _choose(given, [name for name, why in obstacles.items() if why is None])
     if not chosen:
         raise ConfigError(
             f"weights cannot reach these engines: {'; '.join(f'{name}: {why}' for name, why in obstacles.items())}",
             expected="a process group, a shared path or bucket, or a device that both share",
         )
     transport, _, carrier = chosen.partition(" over ")
-    encoding = None if not carrier else "indices" if facts.validate_delta else "auto"
-    rejected = {name: why or f"possible; {chosen}: {reason}" for name, why in obstacles.items() if name != chosen}
+    settings: dict[str, Any] = {}
+    wires = {"disk": "disk", "sharded": "sharded"}
+    options: dict[str, Any] = {
+        "update_weight_mode": "delta" if carrier else "full",
+        "update_weight_transport": wires.get(carrier or transport, "nccl"),
+    }
+    if "disk" in (transport, carrier):
+        settings["root"] = options["update_weight_disk_dir"] = given.shared_path
+    elif carrier:
+        settings["carrier"] = carrier
+    if carrier:
+        settings["encoding"] = options["update_weight_encoding"] = "indices" if given.validate_delta else "auto"
+    if given.colocated:
+        options["colocate"] = True
+    applies = {
+        _ROWS.get(chosen): True,
+        "topology" if given.topology else "external": True,
+        "frozen": given.frozen_models,
+        "stack": not given.same_stack,
+    }
     return Recommendation(
-        facts=facts, transport=transport, encoding=encoding, carrier=carrier or None, reason=reason, rejected=rejected
+        facts=given,
+        answers={name: decision for name, decision in DECISIONS.items() if applies.get(name)},
+        transport=transport,
+        settings=settings,
+        options=options,
+        reason=reason,
+        rejected={name: why or f"possible; {chosen}: {reason}" for name, why in obstacles.items() if name != chosen},
     )
 
 
@@ -225,8 +182,8 @@ def _choose(facts: Facts, possible: list[str]) -> tuple[str, str]:
     """Return the name of the route and the reason; an empty name if none is possible."""
     full = next((name for name in possible if " over " not in name), "")
     delta = next((name for name in possible if " over " in name), "")
-    speed = facts.network_bytes_s if full in ("collective", "sharded") else facts.path_bytes_s
-    seconds = facts.model_bytes / speed
+    speed = facts.network_bytes_s if full == "collective" else facts.path_bytes_s
+    seconds = facts.parameters * facts.bytes_per_parameter / speed
     if facts.validate_delta:
         return delta, "the plainest encoding over a group needs no shared path and is the easiest to inspect"
     if full == "ipc":
