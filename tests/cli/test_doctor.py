@@ -57,7 +57,7 @@ def test_a_healthy_engine_with_a_shared_root_has_nothing_wrong(engine, checkpoin
     root = tmp_path / "root"
     told = examined(capsys, engine.url, "--root", root, "--transport", "delta", "--model", checkpoint, status=0)
     assert {row["level"] for row in told["findings"]} == {"ok"}
-    wanted = {"reachable", "routes", "plugin", "world size", "versions", "shared root", "model", "group"}
+    wanted = {"reachable", "routes", "plugin", "versions", "shared root", "model", "group"}
     assert wanted <= {row["check"] for row in told["findings"]}
     assert f"reads {root}" in finding(told, "shared root", where=engine.url)["found"]
     assert told["engines"][0]["url"] == engine.url
@@ -128,7 +128,6 @@ CLOSED = {**UNSEEN, "remedy": "name it in TORCHRL_EXT_ROOTS where the engine is 
         ),
         ({"get_server_info": (200, EMBEDDED)}, "plugin", "failure", "transport 'delta'"),
         (answering(torchrl_ext="0.0.1"), "versions", "warning", "0.0.1"),
-        ({"get_get_world_size": (200, {"world_size": 5})}, "world size", "warning", "world size 5"),
         (answering(root=UNSEEN), "shared root", "failure", "mount"),
         (answering(root=CLOSED), "shared root", "failure", "'remedy': 'name it in TORCHRL_EXT_ROOTS"),
         ({"post_init_weight_transfer_engine": (400, {"error": "no transport"})}, "shared root", "warning", "no plugin"),
@@ -191,16 +190,14 @@ def test_a_checkpoint_of_another_model_or_dtype_than_the_engines_is_found(checkp
         row = finding(told, "dtype", "failure")
         assert "bfloat16" in row["found"] and "float32" in row["expected"]
         assert "dtype=torch.bfloat16" in row["remedy"] and "--dtype bfloat16" in row["remedy"]
-        finding(examined(capsys, server.url), "dtype", "warning")  # of its own checkpoint, which is float32
     half = tiny_checkpoint(tmp_path / "half", dtype=torch.bfloat16)
     with running(**of_vllm(model_config={"model": str(half), "dtype": "torch.float32"})) as server:
         finding(examined(capsys, server.url, "--model", half), "dtype", "warning")  # it rounds nothing
         finding(examined(capsys, server.url, "--model", tmp_path, status=1), "model", "failure", "trainer")
 
 
-@pytest.mark.parametrize("address", ["::1:8000", "ftp://host:1", "host:99999"])
-def test_addresses_that_cannot_be_are_explained(address, capsys):
-    row = finding(examined(capsys, address, status=1), "address")
+def test_an_address_that_cannot_be_is_explained(capsys):
+    row = finding(examined(capsys, "::1:8000", status=1), "address")
     assert "[::1]:8000" in row["remedy"]
 
 
@@ -244,22 +241,17 @@ def test_options_of_the_job_take_the_wire_of_engines_without_our_plugin(capsys):
         assert "no broadcast of its own" in finding(told, "options", "failure")["found"]
 
 
-def test_a_person_gets_whole_lines_in_a_pipe_and_80_columns_in_a_terminal(engine, tmp_path, capsys, monkeypatch):
+def test_a_person_gets_lines_that_are_never_cut(engine, tmp_path, capsys):
     root = tmp_path / ("a" * 40) / ("b" * 40)
     root.mkdir(parents=True)
-    assert main(["doctor", engine.url, "--root", str(root)]) == 0
+    assert main(["doctor", engine.url, "127.0.0.1:9", "--root", str(root)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith(f"ok       {engine.url}  shared root: ") for line in lines)
-    assert "no problem found" in lines[-1]
-    assert main(["doctor", engine.url, "127.0.0.1:9", "--root", str(root), "--problems"]) == 1
-    out = capsys.readouterr().out
-    assert "failure  127.0.0.1:9  " in out and "         remedy: " in out and "\nok " not in f"\n{out}"
-    assert "an update would fail" in out.splitlines()[-1]
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["doctor", engine.url, "ftp://host:1"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= 80 for line in lines)
+    assert any(line.startswith(f"ok       {engine.url}  shared root: ") and str(root) in line for line in lines)
+    assert any(line.startswith("failure  127.0.0.1:9  ") for line in lines)
+    assert "an update would fail" in lines[-1]
+    assert main(["doctor", engine.url, "--problems"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "no problem found" in line
     assert main(["doctor"]) == 2 and "nothing to examine" in capsys.readouterr().err
     assert main(["doctor", engine.url, "--pigeon"]) == 2 and "--pigeon" in capsys.readouterr().err
 

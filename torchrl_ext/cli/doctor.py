@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from torchrl_ext.cli.frame import APIKey, answer
@@ -21,7 +18,7 @@ from torchrl_ext.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
     from torchrl_ext.cli.examination import Examined, Finding
-    from torchrl_ext.types import EngineInfo, Info
+    from torchrl_ext.types import EngineInfo
 
 __all__ = ["app"]
 
@@ -95,7 +92,6 @@ def doctor(
             own.append(failed("model", error))
     if not (addresses or own):
         raise ConfigError("there is nothing to examine", expected="addresses of engines", hint="torchrl-ext doctor URL")
-    access: Info = {"api_key": api_key, "timeout_s": timeout_s}
     known: list[tuple[str, list[Finding], Examined | None]] = []
     with ExitStack() as ends:
         question = Inspect()
@@ -107,7 +103,15 @@ def doctor(
                 what = error.what if isinstance(error, WeightSyncError) else f"{root}: {error}"
                 remedy = "pick another root, or change its permissions"
                 own.append(failure("shared root", what, "a root that the trainer can write to", remedy))
-        trainer = Trainer(transport=transport, root=root, model=model, dtypes=dtypes, question=question, **access)
+        trainer = Trainer(
+            transport=transport,
+            root=root,
+            model=model,
+            dtypes=dtypes,
+            question=question,
+            api_key=api_key,
+            timeout_s=timeout_s,
+        )
         if addresses:
             with ThreadPoolExecutor(min(64, len(addresses))) as pool:
                 every = pool.map(partial(examine, trainer), addresses)
@@ -173,12 +177,7 @@ def _chosen(
 
 
 def _shown(finding: Finding) -> Text:
-    """Return a finding as lines: in a terminal wrapped at spaces, elsewhere whole, so that no address is ever cut."""
-    width = Console().width if sys.stdout.isatty() else sys.maxsize
+    """Return a finding as lines, none of which is cut."""
     rows = [f"{finding.where}  {finding.check}: {finding.found}"]
     rows += [f"{name}: {text}" for name, text in (("expected", finding.expected), ("remedy", finding.remedy)) if text]
-    wrapped = textwrap.TextWrapper(
-        width, initial_indent=" " * 9, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False
-    )
-    lines = "\n".join(wrapped.fill(row) for row in rows)
-    return Text.assemble((f"{finding.level:<9}", _COLOURS[finding.level]), lines[9:])
+    return Text.assemble((f"{finding.level:<9}", _COLOURS[finding.level]), f"\n{' ' * 9}".join(rows))

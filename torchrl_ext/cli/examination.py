@@ -161,7 +161,9 @@ def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | 
     except WeightSyncError as error:
         findings.append(failed("routes", error))
         return None
-    findings.append(ok("reachable", f"{info.kind} {info.version}, {info.worker_type}, serves {info.model or '?'}"))
+    sizes = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}"
+    what = f"{info.kind} {info.version}, {info.worker_type}, {sizes}, serves {info.model or '?'}"
+    findings.append(ok("reachable", what))
     facts, answers, refusal = ServerInfo(info=info), list[Info](), None
     with contextlib.suppress(EngineRefusedError, ValueError):  # it has only the route's earlier name
         facts = read_server_info(url, told.json())
@@ -225,17 +227,6 @@ def _paused(engine: Examined) -> Iterator[Finding]:
             yield warning("paused", "the engine is paused", "an engine that generates", remedy)
 
 
-def _world_size(engine: Examined) -> Iterator[Finding]:
-    info = engine.info
-    found = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}, world size {info.world_size}"
-    replica = info.tp_size * info.pp_size
-    if info.world_size in (replica * info.dp_size, replica):  # replicas may share their workers
-        yield ok("world size", found)
-    else:
-        remedy = "check the engine's parallel settings; a collective counts workers by this number"
-        yield warning("world size", found, f"{replica * info.dp_size}", remedy)
-
-
 def _versions(engine: Examined) -> Iterator[Finding]:
     if not engine.answers:
         return
@@ -267,28 +258,25 @@ def _shared(engine: Examined) -> Iterator[Finding]:
 
 
 def _model(engine: Examined) -> Iterator[Finding]:
-    """Compare the engine with the checkpoint where training starts; without one, its dtype with its own checkpoint."""
-    trainer, served, theirs = engine.trainer, engine.info.model, engine.facts.dtype
-    if trainer.model is not None:
-        own, other = _config_of(trainer.model), _config_of(served)
-        differing = [key for key in _SHAPE if key in own and key in other and own[key] != other[key]]
-        if differing:
-            found, expected = (", ".join(f"{key} {config[key]}" for key in differing) for config in (other, own))
-            remedy = "start the engine with the trainer's checkpoint, or name another one"
-            yield failure("model", found, expected, remedy)
-    start, dtypes = trainer.model or served, trainer.dtypes
-    if trainer.model is None and Path(served).is_dir():
-        with contextlib.suppress(WeightSyncError):
-            dtypes = dtypes_of(served)
-    dtype = next(iter(dtypes), theirs)
+    """Compare the engine with the checkpoint where training starts."""
+    trainer, theirs = engine.trainer, engine.facts.dtype
+    if trainer.model is None:
+        return
+    own, other = _config_of(trainer.model), _config_of(engine.info.model)
+    differing = [key for key in _SHAPE if key in own and key in other and own[key] != other[key]]
+    if differing:
+        found, expected = (", ".join(f"{key} {config[key]}" for key in differing) for config in (other, own))
+        remedy = "start the engine with the trainer's checkpoint, or name another one"
+        yield failure("model", found, expected, remedy)
+    dtype = next(iter(trainer.dtypes), theirs)
     if theirs in ("", "auto", dtype):
         return
     wanted = dtype_from_name(theirs)
     exact = engine.info.kind == "embedded"  # it takes its own dtype only, where our plugins widen
     refused = not engine.info.stock and (exact or not keeps_values(dtype_from_name(dtype), wanted))
-    level = failure if refused and trainer.model is not None else warning
+    level = failure if refused else warning
     found = f"the engine computes in {theirs}: it refuses other weights, or casts them"
-    yield level("dtype", found, f"{dtype}, as in {start}", cast_hint([("", wanted)]))
+    yield level("dtype", found, f"{dtype}, as in {trainer.model}", cast_hint([("", wanted)]))
 
 
 def _config_of(directory: str) -> dict[str, Any]:
@@ -301,7 +289,7 @@ def _config_of(directory: str) -> dict[str, Any]:
 
 
 CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _routes, _plugin, _paused, _world_size, _versions, _shared, _model,
+    _routes, _plugin, _paused, _versions, _shared, _model,
 )  # fmt: skip
 """The checks of one engine, in the order in which their findings are shown."""
 
@@ -336,7 +324,7 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
 
 
 def compare(known: Sequence[tuple[str, list[Finding], Examined | None]]) -> Iterator[Finding]:
-    """Yield findings about all engines together: an engine given twice, differing models or dtypes, the world size."""
+    """Yield findings about all engines together: an engine given twice, and the size of a group."""
     every = [(address, engine) for address, _, engine in known if engine is not None]
     processes: dict[tuple[Any, Any], list[str]] = {}
     for address, engine in every:
@@ -346,13 +334,6 @@ def compare(known: Sequence[tuple[str, list[Finding], Examined | None]]) -> Iter
         if len(addresses) > 1:
             found = f"{' and '.join(addresses)} lead to the same engine"
             yield failure("addresses", found, "each engine once", "leave all but one out")
-    models = {address: Path(engine.info.model).name for address, engine in every}
-    dtypes = {address: engine.facts.dtype for address, engine in every if engine.facts.dtype != "auto"}
-    for check, values in (("model", models), ("dtype", dtypes)):
-        if len({*values.values()} - {""}) > 1:
-            found = ", ".join(f"{address}: {value}" for address, value in values.items())
-            remedy = "check that all of them should follow this trainer"
-            yield warning(check, found, "the same in all engines", remedy)
     if every and len(every) == len(known):
         workers = sum(engine.info.world_size for _, engine in every)
         yield ok("group", f"{len(every)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")
