@@ -124,10 +124,6 @@ def parts_lost(old, new, fake):
     return old if 0 < len(changed) < len(new) - 1 else new
 
 
-def reports_success(fake):
-    fake.answers["POST /collective_rpc"] = (200, {"results": [None]})
-
-
 def scribbles(fake):
     """In its pause it serves, and half of its weights are gone."""
 
@@ -157,12 +153,7 @@ def half_until_resumed(fake):
             fake.tensors[name].copy_(tensor)
         return resume(asked)
 
-    serves_in_its_pause(fake)
-    fake.answers |= {"POST /collective_rpc": load, "POST /resume": resumed}
-
-
-def serves_in_its_pause(fake):
-    fake.answers["POST /pause"] = lambda asked: None
+    fake.answers |= {"POST /pause": lambda asked: None, "POST /collective_rpc": load, "POST /resume": resumed}
 
 
 def loads(fake, check):
@@ -180,27 +171,9 @@ def loads(fake, check):
     fake.answers["POST /collective_rpc"] = reload
 
 
-def drops_unknown_names(fake):
-    loads(fake, check=False)
-
-
-def resumes_by_itself(fake):
-    loads(fake, check=True)
-
-
-def wakes_empty(fake):
-    """What is loaded in its sleep is lost."""
-    woken = fake._routes["POST /wake_up"]
-
-    def wake(asked):
-        fake.inner = True
-        return woken(asked)
-
-    fake.answers["POST /wake_up"] = wake
-
-
 def asleep_lost(old, new, fake):
-    return old if getattr(fake, "inner", False) else new
+    """What is loaded in its sleep is lost."""
+    return old if fake.counts["POST /wake_up"] else new
 
 
 def one_trainer(fake):
@@ -243,22 +216,22 @@ HONEST = {
 }
 SABOTEURS = {
     "packs a layer at its start only": ("identity", {"sabotage": packed_again}),
-    "reports success and loads nothing": ("destroy", {"change": reports_success}),
+    "reports success and loads nothing": ("destroy", {"sabotage": lambda old, new, fake: old}),
     "drops one tensor": ("every tensor", {"sabotage": without("layers.1.self_attn.k_norm")}),
     "keeps the old head": ("tied", {"untie": True}),
     "loses parts": ("partial", {"sabotage": parts_lost}),
     "takes NaN for zero": ("nan", {"sabotage": nan_as_zero}),
     "keeps its routers": ("experts", {"sabotage": without(".gate.")}),
-    "loses what it loads asleep": ("sleep", {"sabotage": asleep_lost, "change": wakes_empty}),
+    "loses what it loads asleep": ("sleep", {"sabotage": asleep_lost}),
     "serves half when its trainer is killed": ("killed", {"change": scribbles}),
     "serves half when its trainer raises": ("raises", {"change": half_until_resumed}),
-    "drops unknown names": ("name", {"change": drops_unknown_names}),
+    "drops unknown names": ("name", {"change": partial(loads, check=False)}),
     "obeys one trainer": ("two trainers", {"change": one_trainer}),
 }
 OTHERS = {
     "loads the first half": ("destroy", {"sabotage": first_half}),
     "keeps its experts": ("experts", {"sabotage": without(".experts.")}),
-    "resumes half-way": ("shape", {"change": resumes_by_itself}),
+    "resumes half-way": ("shape", {"change": partial(loads, check=True)}),
 }
 
 
