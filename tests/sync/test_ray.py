@@ -28,7 +28,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.engines.ray import EngineActor, ray_engine
+from torchrl_ext.sync.engines.ray import ray_engine
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
@@ -57,8 +57,22 @@ def step(model):
     return weights_of(model)
 
 
-def where(_=None):
-    return ray.get_runtime_context().get_node_id(), os.getpid()
+def node_id(_=None):
+    return ray.get_runtime_context().get_node_id()
+
+
+def pid(_):
+    return os.getpid()
+
+
+class EngineActor:
+    """Holds an engine."""
+
+    def __init__(self, make):
+        self.engine = make()
+
+    def apply(self, function):
+        return function(self.engine)
 
 
 class Trainer:
@@ -113,8 +127,9 @@ def actors(cluster):
 
     def start(cls, *args, on="rollout", **kwargs):
         options = {"num_cpus": 1, "resources": {on: 1}}
-        remote = EngineActor.as_remote(options) if cls is EngineActor else ray.remote(**options)(cls)
-        started.append(remote.remote(*args, **kwargs))
+        if cls is EngineActor:
+            options["max_concurrency"] = 2
+        started.append(ray.remote(**options)(cls).remote(*args, **kwargs))
         return started[-1]
 
     yield start
@@ -125,8 +140,7 @@ def actors(cluster):
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
 def test_engines_in_actors_of_another_node_follow_the_trainer(actors, transport):
     handles = [actors(EngineActor, make_net) for _ in range(2)]
-    node, _ = ray.get(handles[0].apply.remote(where), timeout=WAIT_S)
-    assert node != ray.get_runtime_context().get_node_id()
+    assert ray.get(handles[0].apply.remote(node_id), timeout=WAIT_S) != node_id()
     policy = make_net(seed=1)
     sender = tx.WeightSender(tx.make_transport(transport), tx.make_engine("ray", engine=handles))
     sender.register_model(policy)
@@ -150,8 +164,7 @@ def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version
     sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), engine)
     sender.register_model(policy)
     sender.update_weights()
-    _, pid = ray.get(handles[1].apply.remote(where), timeout=WAIT_S)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(ray.get(handles[1].apply.remote(pid), timeout=WAIT_S), signal.SIGKILL)
     step(policy)
     with pytest.raises(UpdateError, match=r"ray:EngineActor.* is dead") as failure:
         sender.update_weights()
@@ -164,13 +177,13 @@ def test_an_actor_that_hangs_is_named_at_the_deadline(actors):
     handle = actors(EngineActor, make_net)
     engine = ray_engine(handle, timeout_s=1.0)
     assert engine.info().kind == "ray"
-    _, pid = ray.get(handle.apply.remote(where), timeout=WAIT_S)
-    os.kill(pid, signal.SIGSTOP)
+    stopped = ray.get(handle.apply.remote(pid), timeout=WAIT_S)
+    os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineError, match=r"no answer to 'describe' within 1 s from ray:.*EngineActor"):
             engine.info()
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
 
 
 def fail_to_start():
@@ -188,13 +201,10 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
         ray_engine(actors(EngineActor, fail_to_start)).info()
 
 
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, transport):
-    place = {"channel": f"ray-{os.getpid()}"}
-    if transport == "collective":
-        place = {"master_port": free_port(), "world_size": 2}
-    sender = actors(Trainer, transport, on="trainer", **place)
-    receiver = actors(Follower, transport, **place, **({"rank": 1} if transport == "collective" else {}))
+def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors):
+    place = {"master_port": free_port(), "world_size": 2}
+    sender = actors(Trainer, "collective", on="trainer", **place)
+    receiver = actors(Follower, "collective", rank=1, **place)
     metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in make_net().state_dict().items()}
     ray.get([end.init_all_workers_group.remote(metadata) for end in (sender, receiver)], timeout=WAIT_S)
     for version in (1, 2):
@@ -272,22 +282,6 @@ def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_request
         sender.shutdown()
 
 
-def test_a_replica_that_is_killed_is_named_and_the_other_follows(service, tmp_path):
-    policy, engine = talker(1), tx.make_engine("ray", engine=service, pause_mode="wait")
-    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), engine)
-    sender.register_model(policy)
-    sender.update_weights()
-    ray.kill(service.actors[1])
-    policy.load_state_dict(talker(2).state_dict())
-    with pytest.raises(UpdateError, match=r"ray:Replica.* is dead") as failure:
-        sender.update_weights()
-    assert [row.state for row in failure.value.report.engines] == ["serving", "unreachable"]
-    alive = service.actors[0]
-    assert ray.get(said(alive), timeout=WAIT_S).token_ids == says(policy, 3, 8)
-    assert ray.get(alive.__ray_call__.remote(operator.attrgetter("engine.mode")), timeout=WAIT_S) == "wait"
-    sender.shutdown()
-
-
 def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, tmp_path):
     worker, policy = RayLLMWorker(ray.remote(num_cpus=0)(Alone).remote(), 1, "net"), talker(1)
     sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path), as_engine(worker))
@@ -301,27 +295,14 @@ def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, tmp_
         ray.kill(worker.ray_actor)
 
 
-def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(cluster, tmp_path):
-    class Holder:
-        def __init__(self, known):
+def test_an_actor_that_lacks_this_package_says_so(cluster):
+    class Stranger:
+        def __init__(self):
             import sys
 
-            import torch
+            sys.modules["torchrl_ext"] = None  # as where it is not installed
 
-            if not known:
-                sys.modules["torchrl_ext"] = None  # as where it is not installed
-            self.model = torch.nn.Linear(2, 2)
-
-    holder, stranger = (ray.remote(num_cpus=0)(Holder).remote(known) for known in (True, False))
-    pick, policy = operator.attrgetter("model"), nn.Linear(2, 2)
-    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), ray_engine(holder, pick=pick))
-    try:
-        assert sender.update_weights(policy).verified
-        held = ray.get(holder.__ray_call__.remote(operator.methodcaller("__getattribute__", "model")), timeout=WAIT_S)
-        assert same(weights_of(held), weights_of(policy))
-        with pytest.raises(ConfigError, match="install this package in the environment of the actor"):
-            ray_engine(stranger, pick=pick).info()
-    finally:
-        sender.shutdown()
-        for actor in (holder, stranger):
-            ray.kill(actor)
+    stranger = ray.remote(num_cpus=0)(Stranger).remote()
+    with pytest.raises(EngineRefusedError, match="install this package in the environment of the actor"):
+        ray_engine(stranger).info()
+    ray.kill(stranger)

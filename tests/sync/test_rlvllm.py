@@ -76,7 +76,7 @@ def test_another_implementation_of_torchrls_interface_is_refused_untouched(make)
 
 def test_deadlines_reach_an_llm_in_torchrls_wrapper():
     wrapped = LocalLLMWrapper(Busy(talker(0), "torchrl_ext"), 1, "net")
-    engine = tx.make_engine("ray", engine=wrapped, timeout_s=50.0, load_timeout_s=0.3, start_timeout_s=70.0)
+    engine = tx.make_engine("ray", engine=wrapped, timeout_s=50.0, load_timeout_s=0.3)
     sender = sender_to(engine, "memory", None, policy := talker(1))
     with pytest.raises(UpdateError, match=r"within 0\.3 s"):
         sender.update_weights(policy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +22,7 @@ from torchrl_ext.errors import (
     EngineRefusedError,
     EngineUnreachableError,
     WeightSyncError,
+    why,
 )
 from torchrl_ext.registry import Make
 from torchrl_ext.rpc.client import EngineClient
@@ -32,51 +33,13 @@ from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo
 from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["EngineActor", "RayPort", "ray_engine"]
+__all__ = ["RayPort", "ray_engine"]
 
 _POLL_S = 0.05
 _SHORT = {"describe", "state", "release", "close"}  # calls that do not wait for weights
 
 _ports: dict[str, Port] = {}  # by client, in an actor
 _jobs: dict[str, Future[Any]] = {}  # calls that a thread of an actor does
-
-
-def _the_ray() -> Any:
-    """Import `ray`, or raise ConfigError if it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"ray cannot be imported: {error}", hint="pip install 'torchrl_ext[ray]'") from error
-    return ray
-
-
-class EngineActor:
-    """Actor class that holds an engine in the actor's process; `make_engine("ray", engine=handle)` drives it.
-
-    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one.
-
-    Args:
-        make: called in the actor; returns what `InProcessEngine` drives, such as a module or a `WeightReceiver`.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.engine = make()
-
-    @classmethod
-    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
-        """Return this class as a Ray actor class with two concurrent calls, so that one of them can wait for weights.
-
-        Args:
-            remote_config: options of `ray.remote` (``num_cpus``, ``resources``, ``max_concurrency``, ...).
-
-        Raises:
-            ConfigError: ray is not installed.
-        """
-        return _the_ray().remote(**{"max_concurrency": 2, **(remote_config or {})})(cls)
-
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(engine, *args)``, where ``engine`` is the object that ``make`` returned."""
-        return function(self.engine, *args)
 
 
 def begin(held: Any, open_port: Callable[[Any], Port], client: str, job: str, call: Callable[[Any], Any]) -> Any:
@@ -103,14 +66,22 @@ def begin(held: Any, open_port: Callable[[Any], Port], client: str, job: str, ca
     return None
 
 
-def _open(held: Any, pick: Callable[[Any], Any] | None, **settings: Any) -> Port:
-    """Return the port of the engine that ``pick`` finds in an actor's object; without it, that object is the engine."""
-    return InProcessEngine(held if pick is None else pick(held), **settings).port
-
-
 def answer(held: Any, job: str) -> tuple[Any] | None:
     """Return the answer to a job in a tuple, or None while it runs; raise the job's error."""
     return (_jobs.pop(job).result(),) if _jobs[job].done() else None
+
+
+def _open(held: Any, pick: Callable[[Any], Any] | None, **settings: Any) -> Port:
+    return InProcessEngine(held if pick is None else pick(held), **settings).port
+
+
+def _the_ray() -> Any:
+    """Import `ray`, or raise ConfigError if it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"ray cannot be imported: {error}", hint="pip install 'torchrl_ext[ray]'") from error
+    return ray
 
 
 def _asked(name: str) -> Any:
@@ -128,8 +99,7 @@ class RayPort(Port):
 
     Args:
         actor: its handle.
-        pick: as for `ray_engine`; None if the actor's object is the engine itself.
-        timeout_s, load_timeout_s, start_timeout_s: as for `ray_engine`.
+        pick, timeout_s, load_timeout_s: as for `ray_engine`; ``pick`` is None if the actor's object is the engine.
         settings: further ones of the `InProcessEngine` in the actor.
     """
 
@@ -142,14 +112,13 @@ class RayPort(Port):
         pick: Callable[[Any], Any] | None,
         timeout_s: float,
         load_timeout_s: float,
-        start_timeout_s: float,
         **settings: Any,
     ) -> None:
         _the_ray()
         self.url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
         self._actor, self._name = actor, uuid.uuid4().hex
         self._open = partial(_open, pick=pick, timeout_s=load_timeout_s, **settings)
-        self.timeout_s, self._timeout_s, self._first_timeout_s = load_timeout_s, timeout_s, start_timeout_s
+        self.timeout_s, self._short_s, self._started = load_timeout_s, timeout_s, False
 
     def describe(self) -> EngineInfo:
         """See `Port.describe`; ``url`` is the actor's."""
@@ -172,49 +141,37 @@ class RayPort(Port):
 
     def _ask(self, name: str, *args: Any, **settings: Any) -> Any:
         """Call a method of the port in the actor, and wait for its answer; our own errors keep their class."""
-        errors = _the_ray().exceptions
-        limit_s = max(self._timeout_s if name in _SHORT else self.timeout_s, self._first_timeout_s)
+        ray, send, job = _the_ray(), self._actor.__ray_call__.remote, uuid.uuid4().hex
+        within = Deadline(self._short_s if self._started and name in _SHORT else self.timeout_s)
         try:
-            found = self._answer(limit_s, operator.methodcaller(name, *args, **settings))
-        except errors.RayTaskError as error:
-            raise self._failed(name, error.cause) from error
-        except errors.GetTimeoutError as error:
+            call = operator.methodcaller(name, *args, **settings)
+            found = ray.get(send(begin, self._open, self._name, job, call), timeout=within.timeout_s)
+            (found,) = found or within.poll(
+                lambda: ray.get(send(answer, job), timeout=max(_POLL_S, within.left_s)),
+                late=ray.exceptions.GetTimeoutError,
+                longest_s=_POLL_S,
+            )
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, WeightSyncError):
+                raise cause from error
+            missing = isinstance(cause, ray.exceptions.RaySystemError) and "torchrl_ext" in str(cause)
+            hint = "install this package in the environment of the actor" if missing else None
+            raise EngineRefusedError(f"{why(cause)}; {self.url} did not {name}", hint=hint) from error
+        except ray.exceptions.GetTimeoutError as error:
             raise DeadlineError(
-                f"no answer to {name!r} within {limit_s:g} s from {self.url}",
+                f"no answer to {name!r} within {within.timeout_s:g} s from {self.url}",
                 state="the call may still run in the actor",
                 hint="read the actor's log, or raise load_timeout_s",
             ) from error
-        except errors.RayActorError as error:
+        except ray.exceptions.RayActorError as error:
             raise EngineUnreachableError(
                 f"{str(error).strip().rstrip('.')}; {self.url} is dead",
                 state="its weights are lost with it",
                 hint="start another actor and connect to it",
             ) from error
-        self._first_timeout_s = 0.0
+        self._started = True
         return found
-
-    def _answer(self, timeout_s: float, call: Callable[[Any], Any]) -> Any:
-        """Return the actor's answer; raises Ray's errors unchanged."""
-        ray, send, within = _the_ray(), self._actor.__ray_call__.remote, Deadline(timeout_s)
-        job = uuid.uuid4().hex
-        begun = send(begin, self._open, self._name, job, call)
-        (found,) = ray.get(begun, timeout=timeout_s) or within.poll(
-            lambda: ray.get(send(answer, job), timeout=max(_POLL_S, within.left_s)),
-            late=ray.exceptions.GetTimeoutError,
-            longest_s=_POLL_S,
-        )
-        return found
-
-    def _failed(self, name: str, cause: BaseException) -> WeightSyncError:
-        if isinstance(cause, _the_ray().exceptions.RaySystemError) and "torchrl_ext" in str(cause):
-            return ConfigError(
-                f"{str(cause).splitlines()[0]}; {self.url} cannot be driven",
-                expected="an actor that can import this package",
-                hint="install this package in the environment of the actor",
-            )
-        if isinstance(cause, WeightSyncError):
-            return cause
-        return EngineRefusedError(f"{type(cause).__name__}: {cause}; {self.url} did not {name}")
 
 
 def ray_engine(
@@ -225,7 +182,6 @@ def ray_engine(
     keep_cache: bool = False,
     timeout_s: float = 60.0,
     load_timeout_s: float = 600.0,
-    start_timeout_s: float = 600.0,
 ) -> EngineClient:
     """Return the client of engines in Ray actors or of TorchRL's engines; `make_engine("ray", ...)` calls it.
 
@@ -233,32 +189,27 @@ def ray_engine(
 
     Args:
         engine: an actor's handle, TorchRL's `AsyncVLLM`, `RayLLMWorker` or `LocalLLMWrapper`, or a list of these.
-        pick: for an actor of another class than `EngineActor`: a function that is called in the actor with its object
-            and returns what `InProcessEngine` drives. Ray pickles it by reference or by value, and the actor's
-            environment needs this package.
+        pick: called in the actor with its object; returns what `InProcessEngine` drives, such as a module or a
+            `WeightReceiver`. Ray pickles it by reference or by value, and the actor's environment needs this package.
         pause_mode, keep_cache: as for `InProcessEngine`.
         timeout_s: deadline of each short call, in seconds.
-        load_timeout_s: deadline of joining a transport and of receiving weights, in seconds.
-        start_timeout_s: deadline of the first call, which waits for the actor and its engine to start, in seconds.
+        load_timeout_s: deadline of joining a transport, of receiving weights, and of the first call, which waits for
+            the actor and its engine to start, in seconds.
 
     Raises:
         ConfigError: ray is not installed; an `AsyncVLLM` has no replicas; or the engine is another implementation of
             TorchRL's interface, which cannot report whether an update is complete.
     """
     how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache}
-    limits: dict[str, Any] = {
-        "timeout_s": timeout_s,
-        "load_timeout_s": load_timeout_s,
-        "start_timeout_s": start_timeout_s,
-    }
+    settings: dict[str, Any] = {"pick": pick, "timeout_s": timeout_s, "load_timeout_s": load_timeout_s, **how}
     if isinstance(engine, (list, tuple)):
-        return Pool([ray_engine(one, pick=pick, **how, **limits) for one in engine])
+        return Pool([ray_engine(one, **settings) for one in engine])
     if is_torchrl(engine, "LocalLLMWrapper"):
         return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", timeout_s=load_timeout_s, **how)
     if is_torchrl(engine, "RayLLMWorker"):
-        return Engine(RayPort(engine.ray_actor, pick=None, **how, **limits))
+        return Engine(RayPort(engine.ray_actor, **{**settings, "pick": None}))
     if not is_torchrl(engine, "RLvLLMEngine"):
-        return Engine(RayPort(engine, pick=pick, **how, **limits))
+        return Engine(RayPort(engine, **settings))
     if not is_torchrl(engine, "AsyncVLLM"):
         raise ConfigError(
             f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an incomplete update "
@@ -270,7 +221,7 @@ def ray_engine(
         raise ConfigError(
             "this AsyncVLLM has no replicas", hint="create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
         )
-    return Pool([ray_engine(actor, **how, **limits) for actor in engine.actors])
+    return ray_engine(list(engine.actors), **settings)
 
 
 RAY = Make(client=ray_engine)
