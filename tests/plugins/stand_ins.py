@@ -82,9 +82,6 @@ class VLLM(Engine):
     async def resume_generation(self):
         self.paused = False
 
-    async def get_weight_version(self):
-        return self.label
-
     async def update_weight_version(self, label):
         self.label = label
 
@@ -140,9 +137,6 @@ class SGLang(Engine):
     @property
     def is_pause(self):
         return self.paused
-
-    def config_value(self, name):
-        return self.label
 
     def abort_request(self, *, abort_all):
         pass

@@ -22,7 +22,6 @@ from torchrl_ext.weights.digests import tensor_digest
 
 LOAD = "/update_weights_from_disk"
 JSON = {"content-type": "application/json"}
-FAILS = "torchrl_ext.landing.loader.TensorsLoader.load"
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_no_web_page_makes_an_engine_load(engine, history, tmp_path):
     assert serves(engine, history[0]) and not engine.paused
 
 
-def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_good_one(
+def test_a_load_that_breaks_leaves_the_engine_paused_until_a_good_one_and_a_resume(
     engine, history, tmp_path, monkeypatch
 ):
     root = tmp_path / "full"
@@ -178,26 +177,11 @@ def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_goo
     trainer.shutdown()
     body = {"load_format": "delta", "model_path": str(root), "weight_version": "1"}
     with monkeypatch.context() as patch:
-        patch.setattr(FAILS, lambda loader, pairs: 1 / 0)
+        patch.setattr("torchrl_ext.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
         assert "is paused" in ask(engine, LOAD, body, expected=400) and engine.paused
     ask(engine, LOAD, body)
-    assert serves(engine, history[1]) and engine.label == "1" and not engine.paused
-
-
-@only("engine", ["vllm", "sglang"], indirect=True)  # the embedded engine lets nobody resume it then
-@pytest.mark.parametrize("by", ["a caller that resumes", "another trainer"])
-def test_a_failure_is_forgotten_once_somebody_else_had_the_engine_serve(engine, history, tmp_path, by, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("torchrl_ext.landing.loader.TensorsLoader.commit", lambda *_: 1 / 0)
-        assert "is paused" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
-    if by == "another trainer":
-        engine.label = "17"
-    else:
-        engine.paused = False
-        ask(engine, LOAD, delta(tmp_path, 9), expected=400)
-    engine.paused = True
-    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path / "root")})
-    assert engine.paused
+    assert serves(engine, history[1]) and engine.label == "1" and engine.paused
+    engine.paused = False
 
 
 @only("engine", ["vllm", "sglang"], indirect=True)

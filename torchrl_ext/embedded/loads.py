@@ -26,9 +26,6 @@ class Reloadable:
     def pause(self) -> None:
         self._engine.pause("keep", 0.0)
 
-    def label(self) -> str:
-        return self._engine.scheduler.version
-
     def handle(self, message: Message) -> Any:
         return self._engine.handle(message)
 

@@ -17,13 +17,15 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+
+from msgspec import Struct
 
 from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError, why
+from torchrl_ext.errors import DeadlineError, StoreError, WeightSyncError, why
 from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.stores import Chain, open_store, version_number
 from torchrl_ext.stores.opening import admit
@@ -40,9 +42,15 @@ __all__ = ["PATH", "DiskLoads", "ReloadableEngine", "answered", "handler"]
 log = logging.getLogger("torchrl_ext")
 
 PATH = "/update_weights_from_disk"
-_FORMATS = (None, "auto", "safetensors", "delta")
 _BUSY_S = 600.0  # how long a call waits for the previous one
 _UNCHANGED = "nothing was loaded"
+
+
+class _Body(Struct, frozen=True, kw_only=True):
+    model_path: str
+    load_format: Literal["auto", "safetensors", "delta"] | None = None
+    weight_version: str | int | None = None
+    flush_cache: bool = True
 
 
 class ReloadableEngine(Protocol):
@@ -60,9 +68,6 @@ class ReloadableEngine(Protocol):
 
     def resume(self) -> None:
         """Resume generation."""
-
-    def label(self) -> str | None:
-        """Return the label of the weights in service."""
 
     def handle(self, message: Message) -> Any:
         """Handle a message."""
@@ -84,19 +89,9 @@ class ReloadableEngine(Protocol):
         """
 
 
-class _Joined(NamedTuple):
-    """What workers joined: a root, for versions with these parameters (JSON), under a connection."""
-
-    root: str
-    params: list[Any]
-    connection: str
-
-
 @final
 class DiskLoads:
     """Handles the route's calls, one at a time, and never ends a caller's pause.
-
-    If a failed load left the engine paused, the next successful one resumes it.
 
     Args:
         engine: the engine that loads the weights.
@@ -105,10 +100,9 @@ class DiskLoads:
     def __init__(self, engine: ReloadableEngine) -> None:
         self._engine = engine
         self._one_at_a_time = threading.Lock()
-        self._joined: _Joined | None = None
-        self._labels: set[str | None] = set()  # label of the weights while a pause of our own lasts, otherwise empty
+        self._joined: tuple[str, list[Any], str] | None = None  # the workers' root, its parameters, their connection
 
-    def load(self, body: Info) -> str:
+    def load(self, told: Any) -> str:
         """Load what a body names.
 
         Returns:
@@ -119,125 +113,101 @@ class DiskLoads:
             DeadlineError: another call is still running.
             WeightSyncError: the weights were not loaded; the message says whether the engine serves.
         """
-        path, load_format, label = body.get("model_path"), body.get("load_format"), body.get("weight_version")
-        if label is not None:
-            label = str(label) if isinstance(label, int) else decoded(label, str, "weight_version")
-        flush = decoded(body.get("flush_cache", True), bool, "flush_cache")
-        if not isinstance(path, str) or load_format not in _FORMATS:
-            raise ConfigError(
-                f"the body has model_path {path!r:.200} and load_format {load_format!r:.80}",
-                expected='{"model_path": "...", "load_format": "delta", "auto" or null, "weight_version": "..."}',
-            )
+        body = decoded(told, _Body, "the body")
+        path, label = body.model_path, None if body.weight_version is None else str(body.weight_version)
         if not self._one_at_a_time.acquire(timeout=_BUSY_S):
             raise DeadlineError(f"another load has been running for {_BUSY_S:g} s", hint="wait for its answer")
         try:
-            serves = not self._engine.paused()
-            if self._labels and (serves or self._engine.label() not in self._labels):
-                self._labels = set()  # another caller resumed the engine or loaded other weights
-            if load_format == "delta":
-                return f"{self._land(path, label, serves, flush)} is in service"
+            if body.load_format == "delta":
+                return f"{self._land(path, label, body.flush_cache)} is in service"
             folder = Path(admit(path))
             if not folder.is_dir() or not any(folder.glob("*.safetensors")):
                 raise StoreError(f"{path} is not a checkpoint directory", state=_UNCHANGED)
             self._joined = None
-            self._replace(path, serves, flush, lambda: self._engine.reload(str(folder), label))
+            self._replace(path, body.flush_cache, lambda: self._engine.reload(str(folder), label))
             return f"{path} is in service"
         finally:
             self._one_at_a_time.release()
 
-    def _land(self, path: str, label: str | None, serves: bool, flush: bool) -> str:
+    def _land(self, path: str, label: str | None, flush: bool) -> str:
         """Stage a version while the engine serves, put it in service, and return its name."""
         engine = self._engine
         chain, version = _located(path)
-        root, name = chain.store.url, f"version {version} of {chain.store.url}"
         try:
             params = [meta.to_json() for meta in chain.version(version).params]
         except FileNotFoundError as error:
             raise StoreError(
-                f"{root} holds no version {version}",
+                f"{chain.store.url} holds no version {version}",
                 state=_UNCHANGED,
                 hint="publish every file of a version before you ask an engine to load it",
             ) from error
-        joined, self._joined = self._joined, None
-        if joined is not None and joined[:2] == (root, params):
-            try:
-                engine.handle(Prefetch(connection=joined.connection, version=version))
-            except Exception:  # the workers may have joined another trainer since
-                log.debug("the workers join %s again", root, exc_info=True)
-                joined = None
-        else:
-            joined = None
-        if joined is None:
-            joined = _Joined(root, params, self._join(chain, params))
-            engine.handle(Prefetch(connection=joined.connection, version=version))
-        connection = joined.connection
+        connection = self._stage(chain, version, params)
 
         def land() -> None:
             engine.handle(Load(connection=connection, version=version, handoff={"params": params}))
             engine.finish(Finish(connection=connection, version=version), label)
 
-        self._replace(name, serves, flush, land, lambda: engine.handle(Start(connection=connection)))
-        self._joined = joined
+        name = f"version {version} of {chain.store.url}"
+        self._replace(name, flush, land, lambda: engine.handle(Start(connection=connection)))
+        self._joined = chain.store.url, params, connection
         return name
 
-    def _join(self, chain: Chain, params: list[Any]) -> str:
-        """Have the workers join a root, as that of a delta transport, and return their connection."""
-        model, connection, shared = self._engine.model, uuid.uuid4().hex, SharedRoot(chain.store, uuid.uuid4().hex)
+    def _stage(self, chain: Chain, version: int, params: list[Any]) -> str:
+        """Have the workers stage a version of a root that they join, unless they have; return their connection."""
+        engine, joined, self._joined = self._engine, self._joined, None
+        if joined is not None and joined[:2] == (chain.store.url, params):
+            try:
+                engine.handle(Prefetch(connection=joined[2], version=version))
+                return joined[2]
+            except Exception:  # the workers may have joined another trainer since
+                log.debug("the workers join %s again", chain.store.url, exc_info=True)
+        connection, shared = uuid.uuid4().hex, SharedRoot(chain.store, uuid.uuid4().hex)
         try:
             info = {
                 **shared.invite(),
                 "transport": "delta",
-                "base": model if os.path.isdir(model) else None,
+                "base": engine.model if os.path.isdir(engine.model) else None,
                 "needs_base": _needs_base(chain),
                 "params": params,
                 "connection": connection,
                 "sender": f"the client that named a version of {chain.store.url} to the engine itself",
             }
-            self._engine.handle(Join.of(info))
+            engine.handle(Join.of(info))
         finally:
             shared.clear()
+        engine.handle(Prefetch(connection=connection, version=version))
         return connection
 
     def _replace(
-        self,
-        what: str,
-        serves: bool,
-        flush: bool,
-        land: Callable[[], None],
-        begin: Callable[[], Any] = lambda: None,
+        self, what: str, flush: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None
     ) -> None:
-        """Replace the weights in a pause; resume the engine if it served before or an earlier load left it paused."""
-        if serves:
-            self._labels = {self._engine.label()}
-        landing = False
+        """Replace the weights in a pause; resume the engine if it served before."""
+        engine, landing = self._engine, False
+        serves = not engine.paused()
         try:
-            self._engine.pause()
+            engine.pause()
             begin()
             landing = True
             land()
             if flush:
-                self._engine.drop_cached()
+                engine.drop_cached()
         except Exception as error:
-            if self._labels:
-                with suppress(Exception):  # the engine may not answer
-                    self._labels = {self._engine.label()}
             state, hint = "the engine is paused and holds its previous weights", None
-            if not self._engine.undo(landing):
+            if not engine.undo(landing):
                 state = "the engine is paused and holds part of an update, or a cache of older weights"
-                hint = "send it again as a full version; a successful one resumes an engine that was serving"
+                hint = "send it again as a full version, then resume the engine"
             elif serves:
                 with suppress(Exception):  # then it stays paused
-                    self._engine.resume()
-                    self._labels, state = set(), "the engine still serves its previous weights"
+                    engine.resume()
+                    state = "the engine still serves its previous weights"
             raise StoreError(
                 f"{why(error)}; {what} {'was not loaded' if landing else 'was not started'}",
                 expected=error.expected if isinstance(error, WeightSyncError) else None,
                 state=state,
                 hint=hint,
             ) from error
-        if self._labels:
-            self._engine.resume()
-            self._labels = set()
+        if serves:
+            engine.resume()
 
 
 def _located(path: str) -> tuple[Chain, int]:
@@ -271,7 +241,7 @@ def _needs_base(chain: Chain) -> bool:
 
 
 def handler(
-    load: Callable[[Info], str], read: Callable[[Request], Awaitable[Any]]
+    load: Callable[[Any], str], read: Callable[[Request], Awaitable[Any]]
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
     """Return the route's handler.
 
@@ -288,7 +258,7 @@ def handler(
     return handle
 
 
-async def answered(load: Callable[[Info], str], reading: Awaitable[Any]) -> Info:
+async def answered(load: Callable[[Any], str], reading: Awaitable[Any]) -> Info:
     """Load in a thread of its own, whose waits have deadlines, and return the answer. Never raises.
 
     Args:
@@ -297,13 +267,10 @@ async def answered(load: Callable[[Info], str], reading: Awaitable[Any]) -> Info
     """
     try:
         body = await reading
-        if not isinstance(body, Mapping):
-            raise ConfigError(f"the body is {body!r:.200}", expected="an object")
-        said = await asyncio.wrap_future(in_thread(lambda: load(dict(body)), "torchrl_ext"))
-        return {"success": True, "message": said, "num_paused_requests": 0}
+        message, success = await asyncio.wrap_future(in_thread(lambda: load(body), "torchrl_ext")), True
     except Exception as error:  # the caller gets it, whatever it is
         log.error("a caller's load failed", exc_info=error)
-        message = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
         # half of a surrogate pair, which JSON can name, could not be encoded
+        message, success = str(error if isinstance(error, WeightSyncError) else why(error)), False
         message = message.encode("utf-8", "replace").decode()
-        return {"success": False, "message": message, "num_paused_requests": 0}
+    return {"success": success, "message": message, "num_paused_requests": 0}

@@ -52,10 +52,6 @@ class _Reloadable:
     def resume(self) -> None:
         self._call("continue_generation", "ContinueGenerationReqInput")
 
-    def label(self) -> str | None:
-        label = self._manager.config_value("weight_version")
-        return None if label is None else str(label)
-
     def handle(self, message: Message) -> Info:
         answer = self._ask(message)
         if isinstance(message, (Join, Prefetch)):

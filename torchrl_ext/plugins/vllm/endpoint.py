@@ -104,10 +104,6 @@ class _Reloadable(VLLMObjectPort):
     def resume(self) -> None:
         self.release()
 
-    def label(self) -> str | None:
-        found: str | None = self._done(self._llm.get_weight_version())
-        return found
-
     def finish(self, message: Finish, label: str | None) -> None:
         self.tell(message)
         self._label(label)
