@@ -105,14 +105,6 @@ class TestDeadlines:
         assert engine.look()[0].state == "unreachable"
         assert isinstance(within(engine.tell, Finish(version=1)), EngineUnreachableError)
 
-    def test_a_message_of_any_size_reaches_one_who_reads(self, ends):
-        sender, reader = Link(ends[0], "a"), Link(ends[1], "b")
-        thread = threading.Thread(target=sender.send, args=(LARGE, Deadline(WAIT_S)), daemon=True)
-        thread.start()
-        assert reader.read(Deadline(WAIT_S)) == LARGE
-        thread.join(WAIT_S)
-        assert not thread.is_alive() and reader.read(Deadline(0.01)) is None
-
     def test_a_message_beyond_the_bound_of_its_reader_is_not_read(self, ends):
         sender, reader = Link(ends[0], "a"), Link(ends[1], "b", longest_bytes=64)
         sender.send({"text": "x" * 64}, Deadline(WAIT_S))

@@ -244,16 +244,6 @@ class TestPauses:
         Deadline(60).poll(lambda: engine.scheduler.running == 0, "the row stayed")
         assert not job.future.done()
 
-    def test_more_sequences_than_rows_take_turns(self, model):
-        rows = []
-        hook = model.register_forward_pre_hook(
-            lambda module, _, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
-        )
-        with scheduling(model, max_rows=2) as scheduler:
-            sequences = scheduler.submit(request(n=5)).future.result(60)
-        hook.remove()
-        assert all(sequence.token_ids == greedy(model, PROMPT, 16) for sequence in sequences) and max(rows) == 2
-
     def test_the_end_of_the_engine_ends_what_runs(self, checkpoint):
         engine = Engine(str(checkpoint), dtype="float32")
         reached = held_after(engine, 3)

@@ -200,15 +200,6 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "secret"]
 
 
-def test_a_root_without_the_probe_of_the_asker_is_not_seen(tmp_path):
-    shared = SharedRoot(LocalStore(tmp_path), "run")
-    invitation = shared.invite()
-    assert inspect(Inspect(root=invitation))["root"]["seen"]
-    (tmp_path / invitation["probe"]).unlink()
-    answer = inspect(Inspect(root=invitation))["root"]
-    assert not answer["seen"] and answer["why"]
-
-
 def test_a_root_that_the_engine_does_not_open_has_a_remedy_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
     answer = inspect(Inspect(root=SharedRoot(LocalStore(tmp_path), "run").invite()))["root"]

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tensordict import TensorDict, set_list_to_stack
+from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
@@ -19,12 +19,6 @@ KEYS = {
     "text": ["text", "masks", "tokens", "log_probs"],
     "tokens": ["masks", "tokens", "log_probs"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lists_are_stacks():
-    with set_list_to_stack(True):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from tensordict import set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
@@ -52,7 +51,7 @@ def test_a_client_sends_one_version_per_prompt():
 
 def test_later_turns_keep_the_version_of_the_first_and_new_conversations_have_the_newest():
     newest, tokenizer = [3], tiny_tokenizer()
-    with serving() as server, set_list_to_stack(True):
+    with serving() as server:
         policy = tx.RemoteLLMPolicy(
             server.client, tokenizer=tokenizer, input_mode="history", version=lambda: newest[0], **TEMPLATE["history"]
         )

@@ -1,7 +1,6 @@
 """TorchRL's `LLMCollector` with an engine of another process, from the first rollout to the end of a training run."""
 
 import torch
-from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
@@ -18,7 +17,7 @@ def trained(server, checkpoint, transport):
     torch.manual_seed(0)
     trainer = Trainer(checkpoint, group=4)
     turns, rewards = trainer.task.turns, []
-    with set_list_to_stack(True), tx.WeightSender(transport, tx.connect(server.url)) as sender:
+    with tx.WeightSender(transport, tx.connect(server.url)) as sender:
         sender.register_model(trainer.model)
         # one request at a time makes the engine compute alike in each run
         client = tx.InferenceClient(server.url, max_concurrency=1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, set_list_to_stack
+from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks
 
@@ -12,12 +12,6 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.torchrl.lag import MaxLag
 
 ROW = st.lists(st.integers(-1, 5), min_size=1, max_size=3)  # versions of a response's tokens
-
-
-@pytest.fixture(autouse=True)
-def lists_are_stacks():
-    with set_list_to_stack(True):
-        yield
 
 
 def rollout(versions, prompt=2):
@@ -48,8 +42,7 @@ def said(data):
 def test_tokens_that_are_too_old_or_of_no_known_version_are_left_out_or_their_trajectories_dropped(rows, lag):
     fresh = [[version >= 0 and 5 - version <= lag for version in row] for row in rows]
     data, looks = batch(*rows), MaxLag(lag, lambda: 5)
-    with set_list_to_stack(True):
-        out, kept = looks(data), MaxLag(lag, lambda: 5, drop=True)(data)
+    out, kept = looks(data), MaxLag(lag, lambda: 5, drop=True)(data)
     assert said(out) == [[0, 0, *map(int, row)] for row in fresh]
     scored = [torch.isfinite(row["log_probs", "full"]).tolist() for row in out.unbind(0)]
     assert scored == [[False, False, *row] for row in fresh]

@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack, set_list_to_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
@@ -23,12 +23,6 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False}
 MODES = ["history", "text", "tokens"]
 OURS = {("token_versions", "response"), ("token_versions", "full"), "response_truncated"}
 MORE = {("log_probs", "full"), ("masks", "all_assistant_mask")}  # which of TorchRL's only vLLMWrapper gives
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lists_are_stacks():
-    with set_list_to_stack(True):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +153,10 @@ def test_outputs_go_where_inplace_says(server, tokenizer):
 
 
 def test_keys_can_be_renamed(server, tokenizer):
-    policy = remote(server, tokenizer, "text", tokens_key="ids", versions_key="ages", input_key=("query", "text"))
+    policy = remote(server, tokenizer, "text", tokens_key="ids", input_key=("query", "text"))
     given = TensorDict({"query": {"text": NonTensorData("the trainer", batch_size=[1])}}, batch_size=[1])
     out = policy(given)
-    assert ("ids", "full") in out.keys(True) and ("ages", "full") in out.keys(True) and "tokens" not in out
+    assert ("ids", "full") in out.keys(True) and ("token_versions", "full") in out.keys(True) and "tokens" not in out
     assert policy.in_keys == [("query", "text")] and policy.out_keys == ["text", "masks", "ids", "log_probs"]
 
 

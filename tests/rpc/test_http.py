@@ -179,9 +179,10 @@ def test_the_first_address_that_takes_a_connection_answers_under_the_name_that_w
     assert session.get("/echo")["host"] == f"engine.example:{server.port}"
 
 
-def test_a_connection_that_is_not_accepted_is_no_missed_deadline_and_a_deadline_before_that_is_one():
+def test_a_connection_that_is_not_accepted_is_no_missed_deadline_and_a_deadline_before_that_is_one(monkeypatch):
     with contextlib.ExitStack() as stack:
-        session = HTTPSession(f"127.0.0.1:{full(stack)}", connect_timeout_s=0.3)
+        monkeypatch.setattr("torchrl_ext.rpc.http._CONNECT_S", 0.3)
+        session = HTTPSession(f"127.0.0.1:{full(stack)}")
         with pytest.raises(EngineUnreachableError, match=r"no connection within 0\.3 s"):
             session.get("/health")
         with pytest.raises(DeadlineError, match=r"no complete answer within 0\.\d+ s"):

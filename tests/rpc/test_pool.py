@@ -185,7 +185,6 @@ QUESTIONS = {
     "look": Pool.look,
     "info": Pool.info,
     "infos": Pool.infos,
-    "world_size": lambda pool: pool.world_size,
     "members": Pool.members,
     "pause": Pool.pause,
     "resume": Pool.resume,

@@ -111,7 +111,7 @@ def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offse
     with fakes("vllm") as other:
         fake.answers["GET /get_world_size"] = {"world_size": 6}
         fleet = tx.connect(fake.url, other.url)
-        assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.world_size == 7
+        assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.info().world_size == 7
         fleet.connect({**trainer.invitation(), "world_size": 8})
         inits = [call.body["init_info"] for one in (fake, other) for call in one.calls if call.body]
         assert [init["rank_offset"] for init in inits if init["kind"] == "join"] == [1, 7]

@@ -15,6 +15,8 @@ __all__ = ["Scheduler"]
 
 log = logging.getLogger("torchrl_ext")
 
+_MAX_ROWS = 64  # sequences that run at once
+
 
 class Scheduler:
     """Generates one token per round for every running sequence.
@@ -27,16 +29,13 @@ class Scheduler:
         end_ids: the model's end-of-sequence ids.
         vocabulary: number of token ids that the model knows.
         context: most tokens of a sequence, prompt included.
-        max_rows: most sequences that run at once.
 
     Attributes:
         version: the label of the weights (vLLM's "weight version").
     """
 
-    def __init__(
-        self, model: Any, *, end_ids: frozenset[int], vocabulary: int, context: int, max_rows: int = 64
-    ) -> None:
-        self._llm, self._end_ids, self._max_rows = model, end_ids, max_rows
+    def __init__(self, model: Any, *, end_ids: frozenset[int], vocabulary: int, context: int) -> None:
+        self._llm, self._end_ids = model, end_ids
         self._vocabulary, self._context = vocabulary, context
         self._changed = threading.Condition()
         self.weights = threading.Lock()
@@ -175,7 +174,7 @@ class Scheduler:
                         return
                     if self._state == "paused":
                         continue
-                    room = self._max_rows - len(self._sequences())
+                    room = _MAX_ROWS - len(self._sequences())
                     self._batches[-1].add(self._waiting[:room])
                     self._waiting = self._waiting[room:]
                 for batch in self._batches:

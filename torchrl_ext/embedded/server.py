@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -90,35 +90,27 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     handlers = {
         "GET /health": health,
         "POST /inference/v1/generate": generate,
-        "GET /load": _run(lambda query, body: {"server_load": scheduler.running}),
-        "GET /server_info": _run(lambda query, body: _server_info(engine)),
-        "GET /get_world_size": _run(lambda query, body: {"world_size": 1}),
-        "GET /weight_info": _run(lambda query, body: {"weight_version": scheduler.version, "paused": scheduler.paused}),
-        "GET /is_paused": _run(lambda query, body: {"is_paused": scheduler.paused}),
-        "GET /is_sleeping": _run(lambda query, body: _state(engine)),
-        "GET /weights_digest": _run(
-            lambda query, body: {"digests": engine.digests(), "weight_version": scheduler.version}
-        ),
-        "POST /prompt_logprobs": _run(lambda query, body: _logprobs(engine, body)),
-        "POST /pause": _run(
-            lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), waits=True, status="paused"
-        ),
-        "POST /resume": _run(lambda query, body: engine.resume(), status="resumed"),
-        "POST /sleep": _run(lambda query, body: _sleep(engine, query), waits=True, status="sleeping"),
-        "POST /wake_up": _run(lambda query, body: _wake_up(engine, query.getlist("tags") or None)),
-        "POST /release_kv_cache_memory": _run(
-            lambda query, body: engine.release_kv_cache(), status="kv_cache_released"
-        ),
-        "POST /reset_prefix_cache": _run(lambda query, body: _reset(engine, query), success=True),
+        "GET /load": _run(lambda asked: {"server_load": scheduler.running}),
+        "GET /server_info": _run(lambda asked: _server_info(engine)),
+        "GET /get_world_size": _run(lambda asked: {"world_size": 1}),
+        "GET /weight_info": _run(lambda asked: {"weight_version": scheduler.version, "paused": scheduler.paused}),
+        "GET /is_paused": _run(lambda asked: {"is_paused": scheduler.paused}),
+        "GET /is_sleeping": _run(lambda asked: _state(engine)),
+        "GET /weights_digest": _run(lambda asked: {"digests": engine.digests(), "weight_version": scheduler.version}),
+        "POST /prompt_logprobs": _run(lambda asked: _logprobs(engine, asked.body)),
+        "POST /pause": _run(lambda asked: engine.pause(_mode(asked), DRAIN_TIMEOUT_S), waits=True, status="paused"),
+        "POST /resume": _run(lambda asked: engine.resume(), status="resumed"),
+        "POST /sleep": _run(lambda asked: _sleep(engine, asked), waits=True, status="sleeping"),
+        "POST /wake_up": _run(lambda asked: _wake_up(engine, asked.query.getlist("tags") or None)),
+        "POST /release_kv_cache_memory": _run(lambda asked: engine.release_kv_cache(), status="kv_cache_released"),
+        "POST /reset_prefix_cache": _run(lambda asked: _reset(engine, asked), success=True),
         "POST /init_weight_transfer_engine": _run(
-            lambda query, body: _message(engine, body, "init_info"), message="Weight transfer initialized"
+            lambda asked: _message(engine, asked, "init_info"), message="Weight transfer initialized"
         ),
-        "POST /start_weight_update": _run(lambda query, body: engine.handle(Start()), message="Weight update started"),
-        "POST /update_weights": _run(
-            lambda query, body: _message(engine, body, "update_info"), message="Weights updated"
-        ),
+        "POST /start_weight_update": _run(lambda asked: engine.handle(Start()), message="Weight update started"),
+        "POST /update_weights": _run(lambda asked: _message(engine, asked, "update_info"), message="Weights updated"),
         "POST /finish_weight_update": _run(
-            lambda query, body: engine.finish(_field(body, "weight_version", str | None)),
+            lambda asked: engine.finish(_field(asked.body, "weight_version", str | None)),
             message="Weight update finished",
         ),
     }
@@ -156,9 +148,14 @@ async def read_json(request: Request) -> Any:
         raise ConfigError(f"the body is not JSON: {error}") from None
 
 
-def _run(
-    step: Callable[[QueryParams, Info], Info | None], *, waits: bool = False, **fields: Any
-) -> Callable[[Request], Any]:
+class _Asked(NamedTuple):
+    """A request's query and JSON body."""
+
+    query: QueryParams
+    body: Info
+
+
+def _run(step: Callable[[_Asked], Info | None], *, waits: bool = False, **fields: Any) -> Callable[[Request], Any]:
     """Return a handler that runs ``step`` in a thread and responds with ``fields`` and the result of ``step``.
 
     A step that ``waits`` for minutes has a thread of its own, and takes none of those that all others share.
@@ -166,7 +163,7 @@ def _run(
 
     async def handler(request: Request) -> Response:
         body = decoded(await read_json(request), Info, "the body")
-        call = partial(step, request.query_params, body)
+        call = partial(step, _Asked(request.query_params, body))
         returned = await (
             asyncio.wrap_future(in_thread(call, "torchrl-ext-wait")) if waits else run_in_threadpool(call)
         )
@@ -175,8 +172,8 @@ def _run(
     return handler
 
 
-def _mode(query: QueryParams) -> str:
-    return query.get("mode", "abort")
+def _mode(asked: _Asked) -> str:
+    return asked.query.get("mode", "abort")
 
 
 def _server_info(engine: Engine) -> Info:
@@ -219,11 +216,11 @@ def _logprobs(engine: Engine, body: Info) -> Info:
     return {"logprobs": [[value if math.isfinite(value) else None for value in row] for row in rows]}
 
 
-def _sleep(engine: Engine, query: QueryParams) -> Info:
-    level = {"0": 0, "1": 1, "2": 2}.get(query.get("level", "1"))
+def _sleep(engine: Engine, asked: _Asked) -> Info:
+    level = {"0": 0, "1": 1, "2": 2}.get(asked.query.get("level", "1"))
     if level is None:
-        raise ConfigError(f"there is no sleep level {query['level']!r}", expected="0, 1 or 2")
-    engine.sleep(level, _mode(query), DRAIN_TIMEOUT_S)
+        raise ConfigError(f"there is no sleep level {asked.query['level']!r}", expected="0, 1 or 2")
+    engine.sleep(level, _mode(asked), DRAIN_TIMEOUT_S)
     return {"level": level}
 
 
@@ -231,15 +228,15 @@ def _wake_up(engine: Engine, tags: list[str] | None) -> Info:
     return {"status": "awake" if engine.wake_up(tags) else "sleeping", "tags": tags}
 
 
-def _message(engine: Engine, body: Info, name: str) -> Info:
+def _message(engine: Engine, asked: _Asked, name: str) -> Info:
     """Handle the message in field ``name`` of a body."""
-    answer = engine.handle(read(_field(body, name, Info)))
+    answer = engine.handle(read(_field(asked.body, name, Info)))
     return {"answer": answer} if answer else {}
 
 
-def _reset(engine: Engine, query: QueryParams) -> None:
+def _reset(engine: Engine, asked: _Asked) -> None:
     """Drop the keys and values of running requests if the query says so; there is no other cache."""
-    if query.get("reset_running_requests", "").lower() in ("true", "1"):
+    if asked.query.get("reset_running_requests", "").lower() in ("true", "1"):
         engine.scheduler.forget()
 
 

@@ -602,11 +602,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._whole = list(changes.whole(names)) if names else []
         compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
 
-    @property
-    def staged_bytes(self) -> int:
-        """The memory that staged changes hold until the commit, in bytes."""
-        return self._patcher.staged_bytes + sum(tensor.nbytes for _, tensor in self._whole)
-
     def confirm(self) -> None:
         """Compare the staged changes of all workers of the engine with the trainer's digests."""
         compare(self._together(self._staged), self._expected)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -37,15 +37,6 @@ Reference = tuple[Prompts, list[list[float]]]
 
 _BOUNDS: Final = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
 _QUANTISED: Final = 2.0
-
-
-class Sent(Protocol):
-    """What one update sends, as far as a comparison of outputs looks at it."""
-
-    version: int
-
-    def params(self) -> Iterable[ParamMeta]:
-        """Describe its tensors, in the dtypes that travel."""
 
 
 def bound_of(params: Iterable[ParamMeta]) -> float:
@@ -184,7 +175,7 @@ class Outputs:
         return reference
 
     @contextmanager
-    def compared(self, engine: EngineClient, source: Sent, reference: Reference) -> Iterator[None]:
+    def compared(self, engine: EngineClient, source: Any, reference: Reference) -> Iterator[None]:
         """Return a context for one update that asks the engines when the update ends.
 
         Every engine that serves the version is asked, also when the update failed for others. One that is beyond the
@@ -192,7 +183,7 @@ class Outputs:
 
         Args:
             engine: the sender's.
-            source: its version is read when the update is over.
+            source: the update's `torchrl_ext.sync.update_source.UpdateSource`; its version is read when that is over.
             reference: what `asked` returned for this update.
 
         Raises:

@@ -44,6 +44,7 @@ __all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "rehearse"]
 log = logging.getLogger("torchrl_ext")
 
 _NAMED = 5  # layers that an error lists
+_MOST = 10  # rows of a summary
 
 IN_PLACE, BY_RELOAD, REPAIRED, UNPROVEN, REFUSED = "in place", "by reload", "repaired", "unproven", "refused"
 
@@ -125,12 +126,8 @@ class Rehearsal:
             "rehearse='never' sends the weights anyway, but no update then counts as verified",
         )
 
-    def to_json(self, most: int = 10) -> Info:
-        """Return a JSON-safe summary.
-
-        Args:
-            most: rows in ``layers``, which count layers by verdict, kernel and reason, and names of each rule.
-        """
+    def to_json(self) -> Info:
+        """Return a JSON-safe summary, with at most ten layers (by verdict, kernel and reason), and names of a rule."""
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.verdict, layer.kernel, layer.why[:100]), []).append(layer.name)
@@ -139,12 +136,12 @@ class Rehearsal:
             for (verdict, kernel, why), names in groups.items()
         ]
         return {
-            "layers": rows[:most],
+            "layers": rows[:_MOST],
             "repairs": list(self.repairs),
             "changes": self.changes,
             "restored": self.restored,
             "loads": self.loads,
-            "rules": {rule: list(names[:most]) for rule, names in self.rules.items()},
+            "rules": {rule: list(names[:_MOST]) for rule, names in self.rules.items()},
         }
 
 

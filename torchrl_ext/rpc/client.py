@@ -54,11 +54,6 @@ class EngineClient(ABC):
             EngineUnreachableError, EngineRefusedError: the engine gives no answer, or an unusable one.
         """
 
-    @property
-    def world_size(self) -> int:
-        """The number of workers that receive weights."""
-        return self.info().world_size
-
     def members(self) -> tuple[str, ...]:
         """Return the addresses of the engines that take part in the next update."""
         return (self.url,)

@@ -85,10 +85,6 @@ class Engine(EngineClient):
         return info if info.weight_version else replace(info, weight_version=str(self._row.version or ""))
 
     @property
-    def world_size(self) -> int:
-        return self.port.count_workers()
-
-    @property
     def verifies(self) -> bool:
         return self.port.proves
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -31,6 +31,7 @@ __all__ = ["Answer", "HTTPSession", "normalise_url", "normalise_urls"]
 
 log = logging.getLogger("torchrl_ext")
 
+_CONNECT_S = 10.0  # how long connecting may take, over all addresses of a name
 _SHORTEST_S = 0.05  # every call gets at least this long, even at its deadline
 _CHECK = "check that the engine runs and that the address is right"
 _CROWDED = "check that it runs; if it is overloaded, try again or send fewer requests at a time"
@@ -86,13 +87,11 @@ class Answer:
         where: method and URL of the call.
         status: HTTP status.
         text: the body, decoded as UTF-8.
-        headers: by lower-case name.
     """
 
     where: str
     status: int
     text: str
-    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -191,7 +190,6 @@ class HTTPSession:
         keep_s: how long an idle connection on the shared event loop is kept, in seconds; choose less than the server's
             own keep-alive (uvicorn: 5 s). A call over a connection that the server was just closing is sent once more,
             so that only sessions whose calls may be repeated should keep connections.
-        connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
 
     Raises:
         ConfigError: the address is invalid, or a header cannot carry a key.
@@ -207,7 +205,6 @@ class HTTPSession:
         until: float = math.inf,
         check: Callable[[HTTPSession], None] | None = None,
         keep_s: float = 0.0,
-        connect_timeout_s: float = 10.0,
     ) -> None:
         self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
         self._bearers = _bearers(api_key)
@@ -217,7 +214,7 @@ class HTTPSession:
                 "the API key goes to %s unencrypted, because the address has no scheme: write https:// or http://", host
             )
         self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
-        self._keep_s, self._connect_timeout_s = keep_s, connect_timeout_s
+        self._keep_s = keep_s
         self._kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # another one after a fork
         weakref.finalize(self, _drop, self._kept)
 
@@ -298,9 +295,9 @@ class HTTPSession:
                 if answer.status != _UNAUTHORIZED:
                     break
         except aiohttp.ConnectionTimeoutError:  # aiohttp's tracebacks add nothing to any of these errors
-            if limit_s <= self._connect_timeout_s:
+            if limit_s <= _CONNECT_S:
                 raise _late(where, limit_s) from None
-            raise _unreachable(self.url, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from None
+            raise _unreachable(self.url, f"no connection within {_CONNECT_S:g} s", _CROWDED) from None
         except asyncio.TimeoutError:
             raise _late(where, limit_s) from None
         except aiohttp.ClientConnectorCertificateError as error:
@@ -329,7 +326,7 @@ class HTTPSession:
 
         async def send(client: aiohttp.ClientSession, reused: list[bool]) -> aiohttp.ClientResponse:
             left_s = max(_SHORTEST_S, until - time.monotonic())
-            timeout = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
+            timeout = aiohttp.ClientTimeout(total=left_s, connect=_CONNECT_S)
             return await client.request(method, url, timeout=timeout, trace_request_ctx=reused, **how)
 
         async with AsyncExitStack() as stack:
@@ -374,8 +371,7 @@ class HTTPSession:
                     hint="check that this is an engine's address; if it is, raise max_body_bytes",
                     status=response.status,
                 )
-        named = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(where=where, status=response.status, text=found.decode("utf-8", "replace"), headers=named)
+        return Answer(where=where, status=response.status, text=found.decode("utf-8", "replace"))
 
 
 def _reuse() -> aiohttp.TraceConfig:

@@ -68,10 +68,6 @@ class Port(ABC):
     def describe(self) -> EngineInfo:
         """Ask the engine for its description."""
 
-    def count_workers(self) -> int:
-        """Return the number of workers that receive weights."""
-        return self.describe().world_size
-
     @abstractmethod
     def state(self, *, fit: bool = False) -> EngineState:
         """Ask the engine for its state, in one request if its protocol allows that.

@@ -3,8 +3,8 @@
 It takes an `Inspect` message and returns one JSON object:
 
 =================  ==========================================================================================
-(always)           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``transports`` (names that
-                   this environment can import)
+(always)           ``torchrl_ext`` (its version), ``host``, ``pid``, ``transports`` (names that this environment can
+                   import)
 ``root``           if the message has one: ``{"seen", "why", "remedy"}``; ``remedy`` is empty unless the engine does not
                    open the root
 =================  ==========================================================================================
@@ -18,11 +18,8 @@ or roots that the engine may not open (`torchrl_ext.stores.opening.admit`).
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from contextlib import suppress
-
-import torch
 
 import torchrl_ext
 from torchrl_ext import registry
@@ -51,8 +48,6 @@ def inspect(question: Inspect) -> Info:
     """Answer ``question``; failures are reported in the answer, not raised."""
     answer: Info = {
         "torchrl_ext": torchrl_ext.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "transports": followed(),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, final
 
-from torchrl_ext.errors import ConfigError, UpdateError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import SyncReport
 
 __all__ = ["Log", "Logs"]
@@ -38,16 +37,6 @@ class Logs:
                 one(report)
             except Exception:
                 log.warning("a log did not take the report of version %d", report.version, exc_info=True)
-
-    @contextmanager
-    def of_failures(self) -> Iterator[None]:
-        """Return a context that logs the report of an `UpdateError`, which it raises again."""
-        try:
-            yield
-        except UpdateError as error:
-            if error.report is not None:
-                self(error.report)
-            raise
 
     def _as_function(self, given: Log) -> Callable[[SyncReport], object]:
         """Return the function that ``given`` stands for; raises ConfigError as `WeightSender.log_to`."""

@@ -50,7 +50,10 @@ def register() -> None:
 def _use() -> None:
     _extend_workers()
     _keep_in_step()
-    _register_backend()  # last: a server of another release does not start with our backend
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # last: a server of another release does not start with our backend
+    WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
     register_trainers()
 
 
@@ -61,12 +64,6 @@ def _is_failure(record: logging.LogRecord) -> bool:
         return True
     log.debug("%s", error)
     return False
-
-
-def _register_backend() -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
 
 
 def register_trainers() -> None:

@@ -36,7 +36,8 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     yield from reachable(model)
     for path, layer in model.named_modules():
         multiplies = isinstance(layer, (LinearBase, ParallelLMHead))
-        if multiplies and (_multiplies_packed(layer) or _is_quantised(layer)):
+        quantised = multiplies and not type(layer.quant_method).__name__.startswith("Unquantized")
+        if multiplies and (quantised or _multiplies_packed(layer)):
             answer = _answer(layer, dtype)
             if answer is not None:
                 yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
@@ -44,7 +45,10 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
 
 def _answer(layer: Any, dtype: torch.dtype) -> Tensor | None:
     """Return a layer's output for a fixed input; None where its kernel does not take that."""
-    fixed = torch.randn(_ROWS, _inputs(layer), generator=torch.Generator().manual_seed(0)).to(dtype)
+    loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
+    per_rank: Any = getattr(layer, "input_size_per_partition", None)
+    inputs = int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
+    fixed = torch.randn(_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
     try:
         return layer.quant_method.apply(layer, fixed.to(device), None)
@@ -63,16 +67,6 @@ def _multiplies_packed(layer: nn.Module) -> bool:
     if getattr(kernel, "dnnl_handler", None) is not None:
         return True
     return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
-
-
-def _is_quantised(layer: nn.Module) -> bool:
-    return not type(layer.quant_method).__name__.startswith("Unquantized")
-
-
-def _inputs(layer: nn.Module) -> int:
-    loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
-    per_rank: Any = getattr(layer, "input_size_per_partition", None)
-    return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
 
 
 def _pack_experts(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:

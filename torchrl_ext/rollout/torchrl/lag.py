@@ -30,7 +30,7 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         version: returns the trainer's newest version, such as ``lambda: sender.version``.
         drop: drop whole trajectories that have such a token, instead of masking the token. The batch may then shrink or
             become empty, so compute advantages over groups before.
-        versions_key, masks_key, log_probs_key: keys of the policy's outputs.
+        masks_key, log_probs_key: keys of the policy's outputs.
 
     Attributes:
         seen, stale: number of the policy's tokens checked so far, and how many of them were too old.
@@ -45,7 +45,6 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         version: Callable[[], int],
         *,
         drop: bool = False,
-        versions_key: NestedKey = "token_versions",
         masks_key: NestedKey = "masks",
         log_probs_key: NestedKey = "log_probs",
     ) -> None:
@@ -53,7 +52,7 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         if max_lag < 0:
             raise ConfigError(f"max_lag is {max_lag}", expected="at least 0")
         self._max_lag, self._version, self._drop = max_lag, version, drop
-        self._versions = (versions_key, "full")
+        self._versions = ("token_versions", "full")
         self._mask = (masks_key, "all_assistant_mask")
         self._log_probs = (log_probs_key, "full")
         self.seen = self.stale = 0

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack, set_list_to_stack
-from tensordict.utils import NestedKey
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_ext.errors import ConfigError
@@ -46,7 +45,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
 
     Args:
         model: addresses of engines, or an `InferenceClient`.
-        versions_key, truncated_key: keys of our outputs.
         seed: sequence k of this policy is sampled with ``seed + k``; None leaves it to the engines.
         version: returns the trainer's newest version, like ``lambda: sender.version``; picklable where the policy is.
             With it, engines reuse keys and values by version, as ``cache_versions`` of `InferenceClient.generate` says,
@@ -71,17 +69,13 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         self,
         model: InferenceClient | str | Sequence[str],
         *,
-        versions_key: NestedKey = "token_versions",
-        truncated_key: NestedKey = "response_truncated",
         seed: int | None = None,
         version: Callable[[], int] | None = None,
         timeout_s: float | None = None,
         **wrapper: Any,
     ) -> None:
         super().__init__()
-        ours = {"versions": versions_key, "truncated": truncated_key}
-        self._given = {f"{name}_key": key for name, key in ours.items()} | wrapper
-        self._given |= {"seed": seed, "version": version, "timeout_s": timeout_s}
+        self._given = {**wrapper, "seed": seed, "version": version, "timeout_s": timeout_s}
         given = WrapperSettings(**wrapper)
         if isinstance(model, InferenceClient):
             self.model = model
@@ -94,7 +88,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
             setattr(self, name, getattr(given, name))
         for name in ("min_batch_size", "max_batch_size", "batching_timeout"):
             setattr(self, f"_{name}", getattr(given, name))
-        self.versions_key, self._batching_lock = versions_key, threading.Lock()
+        self._batching_lock = threading.Lock()
         self._batch_queue: list[Any] = []  # both stay empty: TorchRL's queue is for engines that do not batch
         self._futures: list[Any] = []
         self.generate_kwargs, self.num_samples = dict(given.generate_kwargs or {}), given.num_samples
@@ -105,7 +99,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         self.inplace = given.inplace if given.inplace is not None else self.num_samples is None
         for name in ("tokens", "masks", "log_probs", "text", "history"):
             setattr(self, f"return_{name}", name in given.keys)
-        self._keys = given.keys | ours
+        self._keys = given.keys | {"versions": "token_versions", "truncated": "response_truncated"}
         self.in_keys, self.out_keys = [given.input_key], list(given.keys.values())
         self._seed, self._timeout_s = seed, timeout_s
         self._made, self._counting = 0, threading.Lock()

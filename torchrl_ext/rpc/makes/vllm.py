@@ -117,20 +117,12 @@ class VLLMPort(HTTPPort):
     )
 
     def describe(self) -> EngineInfo:
-        facts, size = server_info(self.http, _KINDS), self.count_workers()
+        facts, size = server_info(self.http, _KINDS), self._ask("/get_world_size", "world_size")
         return self._described(facts, size, str(self._ask("/weight_info", "weight_version")))
 
     def _described(self, facts: ServerInfo, world_size: Any, weight_version: Any) -> EngineInfo:
         info = facts.serving(world_size=world_size, weight_version=weight_version)
         return replace(info, transports=self.followed()) if facts.has_backend else info
-
-    def count_workers(self) -> int:
-        size = self._ask("/get_world_size", "world_size")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise EngineRefusedError(
-                f"{self.url} reports that its world size is {str(size)[:80]!r}", expected="a count"
-            )
-        return size
 
     def suited(self, info: Info) -> Port:
         """See `Port.suited`.
@@ -189,22 +181,16 @@ class VLLMPort(HTTPPort):
                 self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
             case Finish():
                 self.tell(Seal(connection=message.connection))
-                answers = self.say_each(message)
+                several = self._facts.info.dp_size > 1  # an answer of one replica does not hide another one's refusal
+                answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
                 self._post("/finish_weight_update", {"weight_version": str(message.version)})
                 return answers
             case _:
-                return self._say(message)
+                return self._initialise(message.to_json())
         return []
 
-    def _say(self, message: Message) -> list[Info]:
-        """Send workers a message that loads nothing."""
-        return self._initialise(message.to_json())
-
-    def say_each(self, message: Message) -> list[Info]:
-        """Send such a message; an answer of one replica does not hide another one's refusal."""
-        return each_answer(self._initialise, message) if self._facts.info.dp_size > 1 else self._say(message)
-
     def _initialise(self, info: Info) -> list[Info]:
+        """Send workers a message that loads nothing."""
         route, body = "/init_weight_transfer_engine", {"init_info": info}
         with explained():
             answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
@@ -300,7 +286,7 @@ def explained() -> Iterator[None]:
     except RouteAbsent as error:
         raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
     except EngineRefusedError as error:
-        if ANSWERS in error.reason:  # `VLLMPort._say` takes the answers to messages
+        if ANSWERS in error.reason:  # `VLLMPort._initialise` takes the answers to messages
             raise out_of_step(status=error.status) from error
         more = {"expected": f"weight-transfer backend {BACKEND!r}", "hint": _FLAGS}
         found: Any = more if _is_of_another_backend(error) else {}

@@ -42,14 +42,12 @@ class LocalPort(Port):
     """An engine object of this process.
 
     Attributes:
-        driven: the object.
         transport: name of the transport from this process to the object.
         handle: handles a message and returns the answer when it is done.
     """
 
     kind: ClassVar[str] = "inprocess"
     url: str = "inprocess"
-    driven: Any
     transport: ClassVar[str]
     handle: Callable[[Message], Info]
 
@@ -109,7 +107,7 @@ class ModulePort(LocalPort):
 
     def __init__(self, target: Any) -> None:
         self._module = _modules.get(id(target)) or _modules.setdefault(id(target), _Module(target))
-        self.driven, self.handle = target, self._module.receiver.handle
+        self.handle = self._module.receiver.handle
 
     @property
     def serving(self) -> threading.Event:
@@ -144,7 +142,7 @@ class EmbeddedObjectPort(LocalPort):
     transport = "ipc"
 
     def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool) -> None:
-        self.driven = self._engine = engine
+        self._engine = engine
         self._mode, self._keep_cache = pause_mode, keep_cache
 
     def handle(self, message: Message) -> Info:
@@ -202,7 +200,7 @@ class VLLMObjectPort(LocalPort):
     def __init__(
         self, llm: Any, *, pause_mode: str, keep_cache: bool = False, loop: asyncio.AbstractEventLoop | None
     ) -> None:
-        self.driven = self._llm = llm
+        self._llm = llm
         self._mode, self._keep_cache, self._loop = pause_mode, keep_cache, loop
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._inner = llm if self._asynchronous else llm.llm_engine
