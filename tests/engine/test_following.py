@@ -164,16 +164,6 @@ def test_two_workers_refuse_and_go_on(tensor_parallel, tmp_path):
         tensor_parallel.assert_serves(last, sender.update_weights(last))
 
 
-def test_an_update_that_a_trainer_left_open_is_ended_by_the_next(tensor_parallel, tmp_path):
-    with sending("disk", tmp_path, tensor_parallel) as sender:
-        sender.update_weights(tiny_model(45))
-        sender.engine.begin(1000)  # and this trainer is never seen again
-    model = tiny_model(46)
-    with sending("collective", tmp_path, tensor_parallel) as sender:
-        tensor_parallel.assert_serves(model, sender.update_weights(model))
-    assert not tensor_parallel.paused()
-
-
 @pytest.mark.parametrize("transport", ["disk", "collective", "delta", "ipc"])
 @pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
 def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):

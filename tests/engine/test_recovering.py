@@ -75,7 +75,6 @@ def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_ba
     assert_recovers_from_a_death(served, transport, tmp_path)
 
 
-@pytest.mark.exhaustive
 def test_so_it_is_with_two_workers(tensor_parallel, tmp_path):
     assert_recovers_from_a_death(tensor_parallel, "collective", tmp_path)
 
