@@ -35,6 +35,13 @@ def header_of(data: bytes) -> tuple[dict, bytes]:
     return header, data[8 + length :]
 
 
+def joined(header: dict, rest: bytes) -> bytes:
+    """The file of an edited header, whose checksum still fits."""
+    header["__metadata__"]["params"] = json.dumps(header["__metadata__"]["params"])
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + rest
+
+
 def test_indices_are_int32_and_byte_for_byte_where_the_format_says():
     data = build_flush(PATCHES, "indices", current_version="7")
     tensors, (header, _) = load(data), header_of(data)
@@ -74,17 +81,15 @@ def test_a_file_reads_back_with_nan_and_signed_zero(encoding):
         assert found.values.tolist() == meant.values.tolist()
 
 
-def test_a_file_of_a_writer_that_widened_mixed_dtypes_is_read_back_at_the_parameters_dtype():
+def test_a_file_whose_writer_widened_mixed_dtypes_is_refused():
     wide = ParamMeta("c", torch.float32, (3,))
-    both = build_flush(
-        [SparsePatch(wide, np.array([1], np.int32), np.array([0x3F800000], np.uint32))], "indices", current_version="1"
+    data = build_flush(
+        [SparsePatch(wide, np.array([1], np.int32), np.array([1], np.uint32))], "indices", current_version="1"
     )
-    narrow = both.replace(b'\\"float32\\"', b'\\"bfloat16\\"')
-    length = int.from_bytes(narrow[:8], "little") + len(narrow) - len(both)
-    narrow = length.to_bytes(8, "little") + narrow[8:]
-    file = parse_flush(narrow, "f", {"c": ParamMeta("c", torch.bfloat16, (3,))})
-    assert file.patches[0].meta.dtype == torch.bfloat16
-    assert file.patches[0].values.tolist() == [0x3F80]
+    header, rest = header_of(data)
+    header["__metadata__"]["params"][0]["dtype"] = "bfloat16"
+    with pytest.raises(IntegrityError, match="writes c bfloat16"):
+        parse_flush(joined(header, rest), "f", {"c": ParamMeta("c", torch.bfloat16, (3,))})
 
 
 def test_buckets_hold_one_dtype_and_let_go_before_they_grow_too_large():
@@ -119,15 +124,6 @@ def test_what_the_format_cannot_carry_is_refused():
         )
 
 
-def tampered(change) -> bytes:
-    """A file whose header was edited and whose checksum still fits."""
-    header, rest = header_of(build_flush(PATCHES, "indices", current_version="7"))
-    change(header["__metadata__"]["params"], header)
-    header["__metadata__"]["params"] = json.dumps(header["__metadata__"]["params"])
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + rest
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -135,10 +131,7 @@ def tampered(change) -> bytes:
         (lambda rows, header: rows[0].update(val_end=-1), "a.weight"),
         (lambda rows, header: rows[0].update(pos_width=3), "a.weight"),
         (lambda rows, header: rows[0].update(dtype="float4711"), "float4711"),
-        (lambda rows, header: rows[0].update(dtype="complex128"), "complex128"),
-        (lambda rows, header: rows[0].update(dtype="int4"), "int4"),
         (lambda rows, header: rows[0].update(dtype=["bfloat16"]), "a.weight"),
-        (lambda rows, header: rows[0].update(shape=[-3, 4]), "a.weight"),
         (lambda rows, header: rows[0].update(shape=[10]), "a.weight"),
         (lambda rows, header: rows[1].update(pos_start=4, pos_end=12, val_start=1, val_end=3), "b.weight"),
         (lambda rows, header: rows[1].update(name="../../etc/passwd"), "passwd"),
@@ -157,8 +150,10 @@ def tampered(change) -> bytes:
     ],
 )
 def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
+    header, rest = header_of(build_flush(PATCHES, "indices", current_version="7"))
+    change(header["__metadata__"]["params"], header)
     with pytest.raises(IntegrityError, match=why) as caught:
-        parse_flush(tampered(change), "weight_v000007/rank0000_flush000000", {"a.weight": A, "b.weight": B})
+        parse_flush(joined(header, rest), "weight_v000007/rank0000_flush000000", {"a.weight": A, "b.weight": B})
     assert "rank0000_flush000000" in str(caught.value)
 
 

@@ -108,7 +108,7 @@ class WeightUpdateConfig:
     def _refusals(self) -> Iterator[tuple[bool, str, str]]:
         """Yield each rule on combinations: whether the options break it, the reason and the remedy."""
         from torchrl_ext.codecs.base import encodings
-        from torchrl_ext.rpc.http import normalise_url
+        from torchrl_ext.rpc.http import normalise_urls
 
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
         route, place, encoding = self.update_weight_transport, self.update_weight_disk_dir, self.update_weight_encoding
@@ -150,11 +150,10 @@ class WeightUpdateConfig:
             f"rollout_external_engine_addrs is the string {addresses!r}",
             "give a sequence of host:port",
         )
-        urls = [normalise_url(address) for address in addresses]
-        for url in urls:
-            yield urls.count(url) > 1, f"rollout_external_engine_addrs has {url} twice", "list each engine once"
+        if addresses:
+            normalise_urls(addresses)  # raises if one is invalid or repeated
         yield (
-            owned and bool(urls),
+            owned and bool(addresses),
             "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines are "
             "external, or belong to this job",
             "keep one of the two",

@@ -9,7 +9,7 @@ element range of values), `current_version` and `checksum`. Positions are flat e
     deltas_zstd   deltas, the whole file as one zstd frame of level 1
 
 The checksum is ``h(positions) ^ (h(values) << 1)`` with h = `torch.hash_tensor`, 0 when empty; a Python integer.
-A file never mixes dtypes here: the format would widen all values to a common one.
+A file never mixes dtypes here, and a mixed one is refused: the format would widen all values to a common dtype.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from safetensors.torch import save
 
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.compat.slime.container import Buffer, parse_safetensors
-from torchrl_ext.compat.slime.frames import decompress
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.tensorfile import FORMAT_NAMES
+from torchrl_ext.weights.tensorfile import FORMAT_NAMES, HEADER_DAMAGE, parse_header
 
 __all__ = ["FLUSH_BYTES", "FlushFile", "build_flush", "check_dtype", "flush_buckets", "flush_name", "parse_flush"]
 
@@ -165,7 +163,7 @@ def _hash(tensor: torch.Tensor) -> int:
         ) from None
 
 
-def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> FlushFile:
+def parse_flush(data: bytes | bytearray | memoryview, where: str, params: Mapping[str, ParamMeta]) -> FlushFile:
     """Return what a flush file holds, trusting nothing in it.
 
     Args:
@@ -177,9 +175,10 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
         IntegrityError: the file is damaged, or writes what ``params`` does not have; names file and tensor.
     """
     head = 2**20 + sum(1024 + 16 * len(name) for name in params)
-    if bytes(memoryview(data)[:4]) == _MAGIC:
-        data = decompress(data, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in params.values()), where)
-    metadata, entries = parse_safetensors(data, where, head)
+    view = memoryview(data).cast("B")
+    if bytes(view[:4]) == _MAGIC:
+        view = _unpacked(view, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in params.values()), where)
+    metadata, entries = _tensors(view, where, head)
     if set(entries) != {"__positions__", "__values__"} or entries["__positions__"][0].dtype != torch.uint8:
         raise _bad(where, f"it holds {sorted(entries)}", "__positions__ (U8) and __values__")
     encoding = metadata.get("encoding")
@@ -211,6 +210,37 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
     return FlushFile(encoding, metadata.get("current_version", ""), tuple(patches.values()))
 
 
+def _unpacked(frame: memoryview, most: int, where: str) -> memoryview:
+    """Return the content of a zstd frame, which has to declare its size: at most ``most`` bytes."""
+    try:
+        size = zstandard.frame_content_size(frame)
+        if not 0 <= size <= most:
+            raise _bad(where, f"its zstd frame declares {size} bytes", f"at most {most}")
+        return memoryview(zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise _bad(where, f"its zstd frame cannot be read: {error}") from None
+
+
+def _tensors(
+    view: memoryview, where: str, header_bytes: int
+) -> tuple[dict[str, str], dict[str, tuple[ParamMeta, memoryview]]]:
+    """Return the metadata of a safetensors file, and what each tensor is with its bytes, which share the file's memory.
+
+    ``header_bytes`` bounds the header, which takes some twenty times its size while it is parsed.
+    """
+    length = int.from_bytes(view[:8], "little") if len(view) >= 8 else -1
+    try:
+        if not 2 <= length <= min(len(view) - 8, header_bytes):
+            raise ValueError(f"its header would take {length} bytes of {len(view)}")
+        body = view[8 + length :]
+        found, metadata = parse_header(bytes(view[8 : 8 + length]), len(body))
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata is not a mapping of strings")
+    except HEADER_DAMAGE as error:
+        raise _bad(where, str(error)) from None
+    return metadata, {name: (meta, body[begin : begin + meta.nbytes]) for name, (meta, begin) in found.items()}
+
+
 def _patch(
     row: Any,
     where: str,
@@ -230,7 +260,7 @@ def _patch(
             raise ValueError
     except (TypeError, KeyError, ValueError, ManifestError) as error:  # a ConfigError is a ValueError
         raise _bad(where, f"a parameter is described by {row!r}: {error}") from None
-    if params.get(meta.name) != meta:
+    if params.get(meta.name) != meta or meta.dtype != dtype:
         raise _bad(where, f"it writes {meta}", str(params.get(meta.name, "a tensor of this model")))
     if not 0 <= begin <= end <= positions.size or not 0 <= first <= last <= values.size:
         raise _bad(where, f"the ranges of tensor {meta.name!r} leave the file")
@@ -244,12 +274,8 @@ def _patch(
     indices = packed if encoding == "indices" else np.cumsum(packed + 1) - 1
     if indices.size and not 0 <= int(indices[-1]) < unit.count(meta):  # before a cast could hide it
         raise _bad(where, f"tensor {meta.name!r} has indices up to {int(indices[-1])}", f"below {meta.numel}")
-    what = values[first:last]
-    if dtype != meta.dtype:  # a writer that mixed dtypes widened all values to a common one
-        what = torch.from_numpy(what.copy()).view(dtype).to(meta.dtype).view(_SIGNED[meta.dtype.itemsize]).numpy()
-        what = what.view(unit.dtype)
     try:
-        return SparsePatch(meta, indices.astype(index_dtype(unit.count(meta))), what)
+        return SparsePatch(meta, indices.astype(index_dtype(unit.count(meta))), values[first:last])
     except IntegrityError as error:
         raise _bad(where, error.what) from None
 
