@@ -1,17 +1,19 @@
 """``python -m tests.bench landing``: what a pause costs, when a delta lands and when everything does.
 
-Without ``--engine``: the commit alone, in vLLM's own model class without a server, by density, beside a full reload and
-vLLM's own `load_checkpoint_weight_patches`. With ``--engine vllm``: end to end, a server that
-generates while it follows by delta and by full files.
+Without ``--engine``: the commit alone, in vLLM's own model class without a server, beside a full reload and vLLM's own
+`load_checkpoint_weight_patches`. With ``--engine vllm``: end to end, a server that generates while it follows by delta
+and by full files.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -21,66 +23,80 @@ import torch
 
 from tests.bench.data import flip
 from tests.bench.frame import say
-from tests.bench.models import in_vllm, make_model, plain_linears
+from tests.bench.models import plain_linears
 from torchrl_ext.cli.environments import settings_for
+from torchrl_ext.errors import EngineError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.makes.vllm import vllm_engine
 from torchrl_ext.serving.engines.vllm import VLLMServer
+from torchrl_ext.serving.overlay import make_overlay
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-DENSITIES = [0.001, 0.01, 0.03, 0.1, 0.5, 1.0]
+SIZES = {
+    "full": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 32_000},
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4000},
+}
+PROCESS_S = 1800.0
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 
 
 def measure(
-    *,
-    repeats: int = 7,
-    engine: Literal["vllm"] | None = None,
-    size: Literal["full", "small"] = "full",
-    densities: list[float] = DENSITIES,
+    *, repeats: int = 7, engine: Literal["vllm"] | None = None, size: Literal["full", "small"] = "full"
 ) -> dict[str, Any]:
-    """Measure the commit of each of --densities (repeat it), or with --engine updates end to end in a server.
+    """Measure the commit of 1 % of the elements, or with --engine updates end to end in a server.
 
-    The model is one of `SIZES`.
+    The model is one of `SIZES`: bfloat16 Qwen3 of random weights, whose heads have 64 elements.
     """
-    found = end_to_end(size, repeats) if engine else measure_commit(size, densities, repeats)
-    return {"size": size, "cores": os.cpu_count(), "torch": torch.__version__, **found}
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
+        say("making a model")
+        heads = SIZES[size]["hidden_size"] // 64
+        shape = {**SIZES[size], "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 64}
+        model = make_tiny_lm(Path(folder, "model"), dtype=torch.bfloat16, **shape)
+        found = {"size": size, "cores": os.cpu_count(), "torch": torch.__version__}
+        return found | (end_to_end if engine else measure_commit)(model, Path(folder), repeats)
 
 
-def measure_commit(size: str, densities: Sequence[float], repeats: int) -> dict[str, Any]:
-    """Commit each density, beside a reload, a load of tensors in memory, and vLLM's own patches.
+def measure_commit(model: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    """Commit 1 % of the elements, beside a reload and vLLM's own patches, where vLLM is.
 
     Raises:
         EngineError: the process with the model failed; the message has the end of what it printed.
     """
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
-        say("making a model")
-        model = make_model(f"{folder}/model", size)
-        total = sum(meta.numel for meta in CheckpointSource(model).params())
-        say(f"commit by density, {total:,} parameters")
-        elements = [round(density * total) for density in densities]
-        asked = {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}
-        found = in_vllm("vllm_landing.py", asked)
-    for row in found["rows"]:
-        row["ratios"] = {
-            "commit / reload": row["commit_s"] / found["reload_s"],
-            "commit / load from memory": row["commit_s"] / found["load_in_memory_s"],
-            "commit / vLLM's patches": row["commit_s"] / row["vllm_s"],
-            "extra memory / payload": row["extra_bytes"] / row["payload_bytes"],
-        }
-    return found
+    make_overlay(folder / "overlay")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "overlay"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    python, script = settings_for("vllm").get("python", sys.executable), Path(__file__).with_name("vllm_landing.py")
+    done = subprocess.run(
+        [str(python), str(script)],
+        input=json.dumps({"model": str(model), "repeats": repeats, "port": free_port()}),
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=PROCESS_S,
+    )
+    if done.returncode:
+        raise EngineError(f"the process with vLLM's model ended with status {done.returncode}: {done.stderr[-3000:]}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return found | {
+        "commit / reload": found["commit_s"] / found["reload_s"],
+        "commit / vLLM's patches": found["commit_s"] / found["vllm_s"],
+    }
 
 
-def end_to_end(size: str, repeats: int) -> dict[str, Any]:
+def end_to_end(start: Path, folder: Path, repeats: int) -> dict[str, Any]:
     """Pauses of a server that generates meanwhile, by delta at 1 % and by full files."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-")))
-        say("making a model")
-        start = make_model(folder / "model", size)
         weights = {name: tensor.clone() for name, tensor in CheckpointSource(start)}
         say("starting vLLM")
         stack.enter_context(plain_linears())
@@ -104,7 +120,6 @@ def end_to_end(size: str, repeats: int) -> dict[str, Any]:
         generated = sum(client.result() for client in clients)
     middle = {way: statistics.median(found) for way, found in pauses.items()}
     return {
-        "parameters": sum(tensor.numel() for tensor in weights.values()),
         "pauses_s": pauses,
         "median_pause_s": middle,
         "ratio": middle["delta"] / middle["disk"],

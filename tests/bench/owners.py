@@ -21,13 +21,14 @@ from torch import nn
 
 from tests.bench.frame import say, together
 from tests.memory import track_peak
+from torchrl_ext.bench.runner import seconds
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.types import ParamMeta, SyncReport
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import BlockFiles, code
 from torchrl_ext.versions.owned import FlatCopies
 from torchrl_ext.weights.shards.sharing import owners
@@ -52,8 +53,7 @@ def measure(
     Returns:
         JSON-safe: ``memory``, of the rank that takes most / of one rank alone; ``coding``, the processor time to code
         what the rank that takes longest owns / all; both are at most ``bound``. ``rows`` has copies and the most that
-        deltas and full versions add, of each rank and of one alone, in bytes; ``seconds`` of an update, of several
-        ranks and of one; ``balance``, bytes written by the rank that writes most / the mean.
+        deltas add, of each rank and of one alone, in bytes; ``seconds`` of an update, of several ranks and of one.
     """
     found = {}
     for count in (1, ranks):
@@ -62,15 +62,12 @@ def measure(
             found[count] = together(partial(_work, count, layers, width, repeats, density, root), count)
     alone, rows = found[1][0], found[ranks]
     say("coding what each rank owns, and everything")
-    sent = rows[0]["rank_bytes"]
     return {
         "bound": 1.2 / ranks,
         "memory": max(row["copies"] + row["delta"] for row in rows) / (alone["copies"] + alone["delta"]),
         "coding": _coding(ranks, layers, width, repeats, density),
-        "balance": max(sent) * len(sent) / max(1, sum(sent)),
         "seconds": [max(row["seconds"] for row in rows), alone["seconds"]],
-        "model_bytes": alone["model_bytes"],
-        "rows": [{key: row[key] for key in ("copies", "delta", "keyframe")} for row in (*rows, alone)],
+        "rows": [*rows, alone],
     }
 
 
@@ -127,12 +124,10 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
             flat = own.detach().view(-1)
             flat[torch.randint(flat.numel(), (int(density * flat.numel()),))] *= 1.01  # and next to no memory
 
-    def sent(model: nn.Module, sender: WeightSender, version: int) -> tuple[float, SyncReport]:
+    def sent(model: nn.Module, sender: WeightSender, version: int) -> float:
         train(model, version)
         dist.barrier()
-        began = time.perf_counter()
-        report = sender.update_weights(model)
-        return time.perf_counter() - began, report
+        return seconds(lambda: sender.update_weights(model))
 
     first = WeightSender(DeltaTransport(f"{root}/first", encoding="ulp", timeout_s=_TIMEOUT_S))
     small = model_of(2 * ranks, 64)
@@ -142,19 +137,8 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
     own = 2 * layers * width * width // ranks
     transport = DeltaTransport(f"{root}/updates", keyframe_every=0, shard_bytes=max(1, own // 32), timeout_s=_TIMEOUT_S)
     sender = WeightSender(transport)
-    with track_peak() as keyframe:
-        sent(model, sender, 0)
-    taken = []
+    sent(model, sender, 0)
     with track_peak() as delta:
-        for version in range(1, versions + 1):
-            spent, report = sent(model, sender, version)
-            taken.append(spent)
+        taken = [sent(model, sender, version) for version in range(1, versions + 1)]
     dist.barrier()
-    return {
-        "copies": transport.baseline_bytes,
-        "delta": max([0, *delta]),
-        "keyframe": max([0, *keyframe]),
-        "seconds": min(taken),
-        "rank_bytes": list(report.rank_bytes),
-        "model_bytes": report.model_bytes,
-    }
+    return {"copies": transport.baseline_bytes, "delta": max([0, *delta]), "seconds": min(taken)}

@@ -12,10 +12,9 @@ import torch
 import torchrl_ext as tx
 from tests.bench.frame import say
 from torchrl_ext.bench.runner import seconds
-from torchrl_ext.stores.manifest import MANIFEST, read_manifest
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
-_STEPS = ("keyframe", "publish", "first prefetch", "prefetch", "commit")
+_STEPS = ("publish", "first prefetch", "prefetch", "commit")
 
 
 def measure(*, repeats: int = 7, tensors: int = 60_000, elements: int = 16) -> dict[str, Any]:
@@ -37,7 +36,6 @@ def measure(*, repeats: int = 7, tensors: int = 60_000, elements: int = 16) -> d
         "elements": elements,
         "clone_ms": 1000 * statistics.median(clone),
         "clones": of_each,
-        "manifest_ms": {step: 1000 * statistics.median(row[step] for row in rows) for step in ("write", "read")},
     }
 
 
@@ -51,15 +49,11 @@ def _round(own: dict[str, torch.Tensor], root: Path) -> dict[str, float]:
         reports.append(sender.update_weights(own))
         assert reports[-1].verified
     assert all(torch.equal(served[name], tensor) for name, tensor in own.items())
-    data = (root / "weight_v000002" / MANIFEST).read_bytes()
     sender.shutdown()
-    found = {
+    return {
         "clone": min(seconds(lambda: [tensor.clone() for tensor in own.values()]) for _ in range(3)),
-        "keyframe": reports[0].spans["publish"],
         "publish": reports[2].spans["publish"],
         "first prefetch": reports[1].spans["prefetch"],  # where the tensors lie is looked up, and summed, once
         "prefetch": reports[2].spans["prefetch"],
         "commit": reports[2].spans["pause"],
     }
-    manifest = read_manifest(data, "here")
-    return found | {"read": seconds(lambda: read_manifest(data, "here")), "write": seconds(manifest.to_bytes)}
