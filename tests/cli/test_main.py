@@ -51,13 +51,6 @@ def test_an_environment_without_the_extra_is_told_in_one_line(lacking):
     python("import sys; sys.stderr = sys.stdout\n" + code, "chain", "ls", fresh=True)
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_json_may_stand_anywhere_in_the_line(at, root, capsys):
-    line = ["chain", "ls", root]
-    assert main([*line[:at], "--json", *line[at:]]) == 0
-    assert json.loads(capsys.readouterr().out)["latest"] == 1
-
-
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
