@@ -51,10 +51,10 @@ def gap(model, found):
 
 
 class Policy:
-    """A model of its own whose training steps are the same for the same seed."""
+    """A model of its own whose training steps are the same for the same seed, and how it is sent, if it is."""
 
-    def __init__(self, seed):
-        self.model = tiny_model(seed)
+    def __init__(self, seed, send=None):
+        self.model, self._send = tiny_model(seed), send
         self._steps = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -63,14 +63,6 @@ class Policy:
             some = torch.rand(parameter.shape, generator=self._steps) < 0.02
             parameter[some] += 0.2 * torch.randn(int(some.sum()), generator=self._steps)
         return self
-
-
-class Sender(Policy):
-    """A policy, and how it is sent."""
-
-    def __init__(self, seed, send):
-        super().__init__(seed)
-        self._send = send
 
     def update(self):
         self._send(self.train().model)
@@ -93,7 +85,7 @@ class Turns:
     def sender(self, route):
         folder = self.folder()
         send = self._push(folder) if route == "push" else self._sent(route, folder)
-        return Sender(50 + self._count, send)
+        return Policy(50 + self._count, send)
 
     def join(self, model):
         """Be a sender that joins, and sends nothing."""

@@ -59,28 +59,18 @@ def faulty_transport(name, fault, **settings):
     return Faulty(**settings)
 
 
+def faulty_step(step):
+    return lambda self, *given: self.fault.around(step, getattr(super(FaultyEngine, self), step), *given)
+
+
 class FaultyEngine(InProcessEngine):
+    connect, prefetch, begin, load, verify, commit = map(
+        faulty_step, ("connect", "prefetch", "begin", "load", "verify", "commit")
+    )
+
     def __init__(self, served, fault):
         super().__init__(served)
-        self._fault = fault
-
-    def connect(self, *given):
-        self._fault.around("connect", super().connect, *given)
-
-    def prefetch(self, *given):
-        self._fault.around("prefetch", super().prefetch, *given)
-
-    def begin(self, *given):
-        self._fault.around("begin", super().begin, *given)
-
-    def load(self, *given):
-        self._fault.around("load", super().load, *given)
-
-    def verify(self, *given):
-        self._fault.around("verify", super().verify, *given)
-
-    def commit(self, *given):
-        self._fault.around("commit", super().commit, *given)
+        self.fault = fault
 
 
 class Trained:
