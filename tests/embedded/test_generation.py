@@ -81,7 +81,7 @@ class TestTokens:
         for prompt, future in zip(prompts, running, strict=True):
             (sequence,) = future.result(60)
             assert sequence.token_ids == greedy(model, prompt, 24)
-            assert sequence.spans() == [{"version": "default", "start": 0, "end": 24}]
+            assert sequence.spans == [{"version": "default", "start": 0, "end": 24}]
 
     def test_log_probabilities_are_those_of_the_raw_distribution(self, engine, model):
         (sequence,) = generate(engine, temperature=0.7, seed=3, logprobs=3)

@@ -11,7 +11,6 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import (
     Generation,
     GenerationRequest,
-    PartialGeneration,
     VersionSpan,
     checked_prompt,
     version_number,
@@ -26,34 +25,32 @@ def part(tokens, reason="abort", version=1):
     return Generation(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=reason, weight_versions=spans)
 
 
-def joined(request, *parts):
-    partial = PartialGeneration(request=request)
+def joined(*parts, budget):
+    so_far = Generation(token_ids=(), finish_reason="abort")
     for one in parts:
-        partial = partial.extended(one)
-    return partial
+        so_far = so_far.extended(one, budget)
+    return so_far
 
 
 @given(parts=st.lists(st.tuples(TOKENS, st.integers(1, 3)), max_size=5), last=TOKENS, seed=st.none() | st.just(40))
 def test_parts_are_joined_and_the_rest_is_asked_for_after_them(parts, last, seed):
     request = GenerationRequest(token_ids=(7, 8), max_tokens=40, seed=seed, more={"min_tokens": 3, "top_p": 0.9})
-    partial = joined(request, *(part(tokens, version=version) for tokens, version in parts))
+    so_far = joined(*(part(tokens, version=version) for tokens, version in parts), budget=40)
     made = [token for tokens, _ in parts for token in tokens]
-    rest = partial.remaining()
-    assert not partial.done and rest.token_ids == (7, 8, *made) and rest.max_tokens == 40 - len(made)
+    rest = request.after(so_far)
+    assert so_far.finish_reason == "abort" and rest.token_ids == (7, 8, *made) and rest.max_tokens == 40 - len(made)
     assert rest.more == {"min_tokens": max(0, 3 - len(made)), "top_p": 0.9}
     assert rest.seed == (None if seed is None else seed + len(made))  # else it would repeat the first draws
-    whole = partial.extended(part(last, reason="stop", version=9))
+    whole = so_far.extended(part(last, reason="stop", version=9), 40)
     versions = [version for tokens, version in parts for _ in tokens] + [9] * len(last)
-    assert whole.done and whole.so_far.finish_reason == "stop"
-    assert whole.so_far.token_ids == (*made, *last) and whole.so_far.token_versions() == versions
-    assert whole.so_far.logprobs == tuple(-0.1 * token for token in (*made, *last))
-    spans = whole.so_far.weight_versions
+    assert whole.finish_reason == "stop" and whole.token_ids == (*made, *last) and whole.token_versions() == versions
+    assert whole.logprobs == tuple(-0.1 * token for token in (*made, *last))
+    spans = whole.weight_versions
     assert all(one.end == two.start and one.version != two.version for one, two in itertools.pairwise(spans))
 
 
 def test_a_budget_that_is_used_up_ends_it_by_length():
-    partial = joined(GenerationRequest(token_ids=(7,), max_tokens=3), part([1]), part([2, 3]))
-    assert partial.done and partial.so_far.finish_reason == "length"
+    assert joined(part([1]), part([2, 3]), budget=3).finish_reason == "length"
 
 
 @pytest.mark.parametrize("prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None]])

@@ -251,7 +251,7 @@ class TestEmbedded:
         anew = begun + greedy(new, PROMPT + begun, 19)
         assert over_old_keys != anew  # else this test could not tell
         assert output.token_ids == (over_old_keys if kept else anew)
-        assert [(span["version"], span["end"]) for span in output.spans()] == [
+        assert [(span["version"], span["end"]) for span in output.spans] == [
             ("default", 5),
             (str(report.version), 24),
         ]

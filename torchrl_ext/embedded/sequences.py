@@ -57,6 +57,7 @@ class RunningSequence:
         token_ids: new tokens only.
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"``; None while running.
         stop_reason: the id in `stop_token_ids` that ended the sequence; None for other ends.
+        spans: contiguous ``{version, start, end}`` spans over the new tokens.
     """
 
     def __init__(self, job: Job, index: int, end_ids: frozenset[int], room: int) -> None:
@@ -70,7 +71,7 @@ class RunningSequence:
         self._stops = frozenset(sampling.stop_token_ids)
         self.token_ids: list[int] = []
         self._logprobs: list[Info] = []
-        self._spans: list[Info] = []
+        self.spans: list[Info] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
 
@@ -82,10 +83,10 @@ class RunningSequence:
         """Sample and append a token from ``logits``, shape ``(vocabulary,)``, of the weights labelled ``version``."""
         barred = self._ends | self._stops if len(self.token_ids) < self.sampling.min_tokens else ()
         token, logprob = pick(logits, self.sampling, self._generator, barred)
-        if not self._spans or self._spans[-1]["version"] != version:
-            self._spans.append({"version": version, "start": len(self.token_ids)})
+        if not self.spans or self.spans[-1]["version"] != version:
+            self.spans.append({"version": version, "start": len(self.token_ids)})
         self.token_ids.append(token)
-        self._spans[-1]["end"] = len(self.token_ids)
+        self.spans[-1]["end"] = len(self.token_ids)
         if logprob is not None:
             self._logprobs.append(logprob)
         if token in self._stops:
@@ -102,10 +103,6 @@ class RunningSequence:
         if not job.future.done() and all(sequence.finish_reason for sequence in job.sequences):
             job.future.set_result(job.sequences)
 
-    def spans(self) -> list[Info]:
-        """Return contiguous ``{version, start, end}`` spans over the new tokens."""
-        return self._spans
-
     def to_json(self) -> Info:
         """Return the finished sequence as an entry of ``choices``."""
         return {
@@ -114,7 +111,7 @@ class RunningSequence:
             "logprobs": None if self.sampling.logprobs is None else {"content": self._logprobs},
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-            "weight_versions": self._spans,
+            "weight_versions": self.spans,
         }
 
 

@@ -87,11 +87,6 @@ class InferenceClient:
         return cls([info.url for info in found], kind=[info.kind for info in found], api_key=api_key, **settings)
 
     @property
-    def url(self) -> str:
-        """The base addresses of all engines, separated by commas."""
-        return ", ".join(self.urls)
-
-    @property
     def urls(self) -> tuple[str, ...]:
         """The base address of each engine."""
         return tuple(self._targets)

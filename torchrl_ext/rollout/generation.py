@@ -22,7 +22,6 @@ __all__ = [
     "UNKNOWN_VERSION",
     "Generation",
     "GenerationRequest",
-    "PartialGeneration",
     "VersionSpan",
     "checked_prompt",
     "version_number",
@@ -77,6 +76,19 @@ class GenerationRequest:
         seeds = [None if self.seed is None else self.seed + j for j in range(self.n)]
         return [replace(self, n=1, seed=seed) for seed in seeds]
 
+    def after(self, so_far: Generation) -> GenerationRequest:
+        """Return the request for the tokens that are left after those of its one continuation so far."""
+        count, more = len(so_far.token_ids), dict(self.more)
+        if "min_tokens" in more:
+            more["min_tokens"] = max(0, more["min_tokens"] - count)
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *so_far.token_ids),
+            max_tokens=self.max_tokens - count,
+            seed=None if self.seed is None else self.seed + count,  # else an engine would repeat the first one's draws
+            more=more,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -104,6 +116,24 @@ class Generation:
             versions[span.start : end] = [version_number(span.version)] * max(0, end - span.start)
         return versions
 
+    def extended(self, answer: Generation, budget: int) -> Generation:
+        """Return this and the answer to `GenerationRequest.after`; ``budget`` tokens that are spent end it."""
+        count, versions = len(self.token_ids), list(self.weight_versions)
+        for span in answer.weight_versions:
+            if span.end == span.start:
+                continue
+            moved = replace(span, start=span.start + count, end=span.end + count)
+            if versions and versions[-1].version == moved.version and versions[-1].end == moved.start:
+                moved = replace(moved, start=versions.pop().start)
+            versions.append(moved)
+        spent = answer.finish_reason == "abort" and count + len(answer.token_ids) >= budget
+        return Generation(
+            token_ids=(*self.token_ids, *answer.token_ids),
+            logprobs=(*self.logprobs, *answer.logprobs),
+            finish_reason="length" if spent else answer.finish_reason,
+            weight_versions=tuple(versions),
+        )
+
 
 def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...]:
     """Return the token ids of a prompt; a tensor on a device is copied once, not token by token.
@@ -127,56 +157,3 @@ def version_number(label: str) -> int:
         return 0
     number = label_number(label)
     return UNKNOWN_VERSION if number is None else number
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialGeneration:
-    """The generation of one prompt so far, joined from the answers of engines that aborted it.
-
-    Attributes:
-        request: the original request, with one continuation.
-        so_far: all tokens so far, as one generation.
-    """
-
-    request: GenerationRequest
-    so_far: Generation = field(default_factory=lambda: Generation(token_ids=(), finish_reason="abort"))
-
-    @property
-    def done(self) -> bool:
-        """Whether the generation is complete."""
-        return self.so_far.finish_reason != "abort"
-
-    def remaining(self) -> GenerationRequest:
-        """Return the request for the remaining tokens."""
-        count = len(self.so_far.token_ids)
-        more = dict(self.request.more)
-        if "min_tokens" in more:
-            more["min_tokens"] = max(0, more["min_tokens"] - count)
-        seed = self.request.seed
-        return replace(
-            self.request,
-            token_ids=(*self.request.token_ids, *self.so_far.token_ids),
-            max_tokens=self.request.max_tokens - count,
-            seed=None if seed is None else seed + count,  # else the next engine would repeat the first one's draws
-            more=more,
-        )
-
-    def extended(self, answer: Generation) -> PartialGeneration:
-        """Return a copy with an engine's answer to `remaining` appended; a spent budget ends it (``"length"``)."""
-        before, count = self.so_far, len(self.so_far.token_ids)
-        versions = list(before.weight_versions)
-        for span in answer.weight_versions:
-            if span.end == span.start:
-                continue
-            moved = replace(span, start=span.start + count, end=span.end + count)
-            if versions and versions[-1].version == moved.version and versions[-1].end == moved.start:
-                moved = replace(moved, start=versions.pop().start)
-            versions.append(moved)
-        spent = answer.finish_reason == "abort" and count + len(answer.token_ids) >= self.request.max_tokens
-        so_far = Generation(
-            token_ids=(*before.token_ids, *answer.token_ids),
-            logprobs=(*before.logprobs, *answer.logprobs),
-            finish_reason="length" if spent else answer.finish_reason,
-            weight_versions=tuple(versions),
-        )
-        return replace(self, so_far=so_far)

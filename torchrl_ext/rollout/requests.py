@@ -21,7 +21,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import Dialect
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration
+from torchrl_ext.rollout.generation import Generation, GenerationRequest
 from torchrl_ext.rpc.connections import begin, each
 from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
 
@@ -173,18 +173,18 @@ class Requests:
 
     async def _to_its_end(self, request: GenerationRequest, answer: Generation, until: float) -> Generation:
         """Continue the generation that ``answer`` begins until it is complete."""
-        partial, attempts = PartialGeneration(request=request), itertools.count()
+        so_far, attempts = Generation(token_ids=(), finish_reason="abort"), itertools.count()
         anew = bool(request.more.get("stop"))  # nothing here could find a stop string across two answers
         while True:
             if answer.finish_reason != "abort" or not anew:
-                partial = partial.extended(answer)
-            if partial.done:
-                return partial.so_far
+                so_far = so_far.extended(answer, request.max_tokens)
+            if so_far.finish_reason != "abort":
+                return so_far
             if anew or not answer.token_ids:
                 names = ", ".join(self._targets)
                 error = EngineError(f"{names}: requests were aborted before their first token")
                 await _back_off(next(attempts), until, error)
-            (answer,) = await self._ask(partial.remaining(), until)
+            (answer,) = await self._ask(request.after(so_far), until)
 
     async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
