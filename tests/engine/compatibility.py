@@ -100,23 +100,13 @@ def _row(cell: Cell, found: Mapping) -> str:
     outcome = "does not start" if cell.does_not_start else found.get("outcome", "not run")
     outcome = ", ".join(filter(None, (outcome, found.get("proof", ""))))
     engine = _NAMES[cell.engine] + (f" {found['version']}" if found else "")
-    gaps = ", ".join(filter(None, (_gap(found, field) for field in ("gap_cold", "gap_after", "as_cold"))))
+    gaps = (f"{found[field]:.1e}" for field in ("gap_cold", "gap_after", "as_cold") if field in found)
+    workers = "one worker" if cell.parallel == "1" else cell.parallel
+    form = f"{cell.quantisation} of {cell.dtype}" if cell.quantisation else cell.dtype
     repairs = ", ".join(name.removesuffix(_STEP) for name in found.get("repairs", ()))
     why = (cell.does_not_start or found.get("reason", "") or repairs).replace("|", "\\|")
-    columns = (engine, cell.kind, f"{_workers(cell)}, {_form(cell)}", outcome, gaps, why)
+    columns = (engine, cell.kind, f"{workers}, {form}", outcome, ", ".join(gaps).replace("0.0e+00", "0"), why)
     return f"| {' | '.join(columns)} |"
-
-
-def _workers(cell: Cell) -> str:
-    return "one worker" if cell.parallel == "1" else cell.parallel
-
-
-def _form(cell: Cell) -> str:
-    return f"{cell.quantisation} of {cell.dtype}" if cell.quantisation else cell.dtype
-
-
-def _gap(found: Mapping, field: str) -> str:
-    return f"{found[field]:.1e}".replace("0.0e+00", "0") if field in found else ""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,13 +24,6 @@ def served(request, tmp_path_factory):
         yield found
 
 
-def with_a_head_of_its_own(seed):
-    """A trainer's model whose head is a copy of its embedding."""
-    model = tiny_model(seed, tie_word_embeddings=True)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    return model
-
-
 @torch.no_grad()
 def train(model, *parameters):
     for parameter in parameters or model.parameters():
@@ -58,7 +51,8 @@ def test_two_values_for_a_tied_head_are_refused_and_equal_ones_serve(served, tra
     before = tiny_model(3, tie_word_embeddings=True)
     with sending(transport, tmp_path, served) as sender:
         assert sender.update_weights(before).verified  # whatever the test before this one left there
-    model = with_a_head_of_its_own(["delta", "disk", "collective", "ipc"].index(transport) + 10)
+    model = tiny_model(["delta", "disk", "collective", "ipc"].index(transport) + 10, tie_word_embeddings=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # the trainer has a head of its own
     with sending(transport, tmp_path / "anew", served) as sender:
         train(model)
         train(model, model.lm_head.weight)
