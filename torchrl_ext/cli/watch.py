@@ -22,6 +22,7 @@ from torchrl_ext.errors import ConfigError, WeightSyncError
 
 __all__ = ["EngineLook", "Watch", "app"]
 
+_STATES = {None: "unknown", True: "paused", False: "serving"}
 _COLOURS = {"serving": "green", "paused": "yellow", "asleep": "yellow", "unreachable": "bold red"}
 
 
@@ -34,9 +35,8 @@ class EngineLook:
         kind: as in `EngineInfo`; empty until it answered once.
         state: ``"serving"``, ``"paused"``, ``"asleep"``, ``"unreachable"``; ``"unknown"`` where it cannot say.
         version: label of the weights in service; empty where it does not say.
-        lag: versions behind the newest that any target knows; None where the label is no number, or of another run.
-        other_run: its version is newer than every one of the roots, so that it has it from somewhere else.
-        updates: changes of its version since watching began.
+        lag: versions behind the newest that any target knows; None where the label is no number. Below 0 it has its
+            version from somewhere else: it is newer than every one of the roots.
         pause_s: how long its last pause was seen, in seconds; no finer than the interval between two looks.
         error: why it could not be asked.
     """
@@ -46,8 +46,6 @@ class EngineLook:
     state: str = "unreachable"
     version: str = ""
     lag: int | None = None
-    other_run: bool = False
-    updates: int = 0
     pause_s: float = 0.0
     error: str | None = None
 
@@ -160,23 +158,13 @@ class Watch:
         except WeightSyncError as error:
             self._clients.pop(url, None)
             return replace(before, state="unreachable", error=error.what)
-        state = (
-            "asleep" if rest.asleep else "unknown" if rest.paused is None else "paused" if rest.paused else "serving"
-        )
+        state = "asleep" if rest.asleep else _STATES[rest.paused]
         pause_s = before.pause_s
         if state == "paused":
             pause_s = time.monotonic() - self._paused_since.setdefault(url, time.monotonic())
         else:
             self._paused_since.pop(url, None)
-        return replace(
-            before,
-            kind=info.kind,
-            state=state,
-            version=info.weight_version,
-            updates=before.updates + (before.kind != "" and info.weight_version != before.version),
-            pause_s=pause_s,
-            error=None,
-        )
+        return EngineLook(engine=url, kind=info.kind, state=state, version=info.weight_version, pause_s=pause_s)
 
     def _count_lag(self) -> None:
         from torchrl_ext.types import label_number  # which imports torch, unlike a page of help
@@ -184,11 +172,9 @@ class Watch:
         served = {one.engine: number for one in self.engines if (number := label_number(one.version)) is not None}
         published = [root["latest"] for root in self.roots if "latest" in root]
         newest = max(published or served.values(), default=0)
-        for at, look in enumerate(self.engines):
-            lag = newest - served[look.engine] if look.engine in served else None
-            other_run = lag is not None and lag < 0
-            lag = None if other_run else lag
-            self.engines[at] = replace(look, lag=lag, other_run=other_run)
+        self.engines = [
+            replace(one, lag=newest - served[one.engine] if one.engine in served else None) for one in self.engines
+        ]
 
 
 def _is_root(target: str) -> bool:
@@ -200,10 +186,10 @@ def _lines(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> I
     """Yield a line per engine, root and version; none is cut, so that addresses and paths stay whole."""
     width = max((len(one.engine) for one in looks), default=0)
     for one in looks:
-        behind = "other run" if one.other_run else "" if one.lag is None else f"behind {one.lag}"
+        behind = "" if one.lag is None else "other run" if one.lag < 0 else f"behind {one.lag}"
         pause = f"last pause {one.pause_s:.1f} s" if one.pause_s else ""
         version = f"version {one.version}" if one.version else ""
-        words = (one.kind, version, behind, f"{one.updates} updates", pause, one.error)
+        words = (one.kind, version, behind, pause, one.error)
         state = (f"{one.state:<12}", _COLOURS.get(one.state, "yellow"))
         yield Text.assemble(f"{one.engine:<{width}}  ", state, "  ".join(filter(None, words)))
     for root in roots:
