@@ -139,13 +139,6 @@ def test_what_is_wrong_with_a_server_is_named_with_the_remedy(answers, check, le
     assert word in str(finding(told, check, level, server.url))
 
 
-def test_routes_that_are_missing_are_named(capsys):
-    answers = {"/server_info": (200, {"vllm_config": CONFIG}), "/get_world_size": (200, {"world_size": 6})}
-    with scripted(answers) as server:
-        row = finding(examined(capsys, f"127.0.0.1:{server.port}", status=1), "routes", "failure")
-    assert "/update_weights" in row["found"] and "/resume" in row["found"]
-
-
 def test_a_root_that_cannot_be_written_is_a_failure(tmp_path, capsys, engine):
     (tmp_path / "file").write_text("in the way")
     told = examined(capsys, engine.url, "--root", tmp_path / "file", status=1)

@@ -18,7 +18,6 @@ from torchrl_ext.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
     from torchrl_ext.cli.examination import Examined, Finding
-    from torchrl_ext.types import EngineInfo
 
 __all__ = ["app"]
 
@@ -103,15 +102,7 @@ def doctor(
                 what = error.what if isinstance(error, WeightSyncError) else f"{root}: {error}"
                 remedy = "pick another root, or change its permissions"
                 own.append(failure("shared root", what, "a root that the trainer can write to", remedy))
-        trainer = Trainer(
-            transport=transport,
-            root=root,
-            model=model,
-            dtypes=dtypes,
-            question=question,
-            api_key=api_key,
-            timeout_s=timeout_s,
-        )
+        trainer = Trainer(transport, root, model, dtypes, question, api_key, timeout_s)
         if addresses:
             with ThreadPoolExecutor(min(64, len(addresses))) as pool:
                 every = pool.map(partial(examine, trainer), addresses)
@@ -160,19 +151,17 @@ def _chosen(
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.rpc.discovery import discover
 
-    def ask(address: str) -> list[EngineInfo]:
-        try:
-            return discover(address, api_key=api_key, timeout_s=timeout_s)
-        except WeightSyncError:
-            return []  # the examination says why
-
     if all(getattr(job, option.name) in (None, False) for option in fields(WeightUpdateConfig)):
         return None
     config = WeightUpdateConfig.from_arguments(job)
     name = config.transport_config().name
     if name == "collective" and addresses:  # engines without our plugin follow by another transport
-        with ThreadPoolExecutor(min(64, len(addresses))) as pool:
-            name = config.transport_config([info for found in pool.map(ask, addresses) for info in found]).name
+        try:
+            infos = discover(*addresses, api_key=api_key, timeout_s=timeout_s)
+        except WeightSyncError:
+            pass  # the examination says why
+        else:
+            name = config.transport_config(infos).name
     return name, config.update_weight_disk_dir
 
 

@@ -68,7 +68,7 @@ def failed(check: str, error: WeightSyncError) -> Finding:
     return failure(check, error.what, error.expected or "", error.hint or "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trainer:
     """The trainer's side of an update, as the command line gives it; ``dtypes`` are those of the checkpoint."""
 
@@ -81,7 +81,7 @@ class Trainer:
     timeout_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Examined:
     """What the checks of one engine look at; ``answers`` are its workers', and ``refusal`` why there are none."""
 
@@ -105,18 +105,13 @@ def dtypes_of(directory: str) -> list[str]:
 def probe(root: str, ends: ExitStack) -> Info:
     """Write a probe into the root until the examination ends; a directory made for it goes too."""
     store = open_store(root)
-    folder = None if "://" in store.url else Path(store.url)
-    if folder is not None and not folder.exists():
-        folder.mkdir(parents=True)
-        ends.callback(_remove, folder)
+    if "://" not in store.url and not Path(store.url).exists():
+        Path(store.url).mkdir(parents=True)
+        ends.enter_context(contextlib.suppress(OSError))  # somebody has put something there
+        ends.callback(Path(store.url).rmdir)
     shared = SharedRoot(store, "doctor")
     ends.callback(shared.clear)
     return shared.invite()
-
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody has put something there
-        folder.rmdir()
 
 
 # one engine
@@ -172,7 +167,7 @@ def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | 
         answers = client.inspect(trainer.question)
     except (ConfigError, EngineRefusedError, DeadlineError) as error:
         refusal = error
-    return Examined(trainer=trainer, http=http, info=info, facts=facts, client=client, answers=answers, refusal=refusal)
+    return Examined(trainer, http, info, facts, client, answers, refusal)
 
 
 def _routes(engine: Examined) -> Iterator[Finding]:
