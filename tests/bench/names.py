@@ -165,14 +165,9 @@ class Site:
         found["messages_bytes"] = sum(len(json.dumps(body)) for body in bodies)
         found |= {f"{name}_s": report.spans.get(name, 0.0) for name in ("connect", "rehearse", "prefetch", "pause")}
         lines = self._calls.read_text().splitlines()
-        own: dict[str, float] = defaultdict(float)
-        for line in lines[self._read :]:
-            for label, spent in json.loads(line)["own"].items():
-                own[label] += spent
+        spent = [json.loads(line) for line in lines[self._read :]]
         self._read = len(lines)
-        found["engines_s"] = sum(spent for label, spent in own.items() if label.startswith("engine"))
-        found["ours_s"] = sum(own.values()) - found["engines_s"]
-        return found | {"parts": dict(sorted(own.items(), key=lambda pair: -pair[1]))}
+        return found | {f"{whose}_s": sum(call.get(whose, 0.0) for call in spent) for whose in ("engine", "ours")}
 
     def reload(self, repeats: int) -> float:
         """Return the seconds in which the engine loads the checkpoint itself; `transformers` for the embedded one."""

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from contextlib import ExitStack
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -80,47 +80,28 @@ def test_what_cannot_work_is_one_line_and_one_document(args, words, status):
     assert words in done.stderr and len(done.stderr.strip().splitlines()) <= 2 and "Traceback" not in done.stderr
 
 
-class Demo:
-    """A demo that would run for long, and the lines of its progress."""
-
-    def __init__(self, *args):
-        self._args = args
-
-    def __enter__(self):
-        with ExitStack() as ends:
-            self._out = ends.enter_context(tempfile.TemporaryFile("w+"))
-            demo = running_python(
-                COMMAND, "demo", "--json", "--steps", "5000", *self._args, stdout=self._out, stderr=subprocess.PIPE
-            )
-            self.process = ends.enter_context(demo)
-            watchdog = threading.Timer(WAIT_S, self.process.kill)
+@contextmanager
+def demo_until(words, *args):
+    """A demo that would run for long, from its line with these words on; it is killed where a test goes wrong."""
+    with tempfile.TemporaryFile("w+") as out:
+        command = ["demo", "--json", "--steps", "5000", *args]
+        with running_python(COMMAND, *command, stdout=out, stderr=subprocess.PIPE) as process:
+            watchdog = threading.Timer(WAIT_S, process.kill)
             watchdog.start()
-            ends.callback(watchdog.cancel)
-            self._ends = ends.pop_all()
-        return self
+            try:
+                assert any(words in line for line in process.stderr), f"it ended before it said {words!r}"
+                yield process, out
+            finally:
+                watchdog.cancel()
 
-    def __exit__(self, *_):
-        self._ends.close()
 
-    def read_until(self, words):
-        for line in self.process.stderr:
-            if words in line:
-                return
-        pytest.fail(f"the demo ended before it said {words!r}")
-
-    def children(self):
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def interrupt(self, number=signal.SIGINT):
-        self.process.send_signal(number)
-        return self.ended()
-
-    def ended(self):
-        """The document that it prints at its end."""
-        self.process.stderr.read()
-        self.process.wait(WAIT_S)
-        self._out.seek(0)
-        return json.load(self._out)
+def interrupted(process, out, number=signal.SIGINT):
+    """The document that it prints at its end."""
+    process.send_signal(number)
+    process.stderr.read()
+    process.wait(WAIT_S)
+    out.seek(0)
+    return json.load(out)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +112,16 @@ class Demo:
     ],
 )
 def test_an_interrupt_leaves_no_process_behind(moment, number):
-    with Demo() as demo:
-        demo.read_until(moment)
-        children = demo.children()
-        assert demo.interrupt(number)["error"] == "interrupted"
-        assert demo.process.returncode == 130
+    with demo_until(moment) as (process, out):
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert interrupted(process, out, number)["error"] == "interrupted"
+        assert process.returncode == 130
         assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
 
 
 @pytest.mark.parametrize("moment", ["loading the trainer", pytest.param("step 3", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_leaves_no_pause_behind_on_engines_that_run_already(server, moment):
-    with Demo("--engines", server.url) as demo:
-        demo.read_until(moment)
-        demo.interrupt()
+    with demo_until(moment, "--engines", server.url) as (process, out):
+        interrupted(process, out)
     assert server.alive()
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}

@@ -1,8 +1,7 @@
 """A plugin of vLLM, SGLang and the embedded engine that writes down how long calls of theirs and of ours take.
 
 `register` wraps them. Each outermost call of a thread becomes a line of JSON in the file that ``TORCHRL_EXT_TIMED``
-names: ``{"call", "seconds", "own": {label: seconds}}``. ``own`` divides the seconds among the wrapped calls inside it,
-each without those inside itself, so they add up to ``seconds``. Labels that begin with ``engine`` are the engine's.
+names: the seconds of ``engine`` and of ``ours`` among the wrapped calls inside it, each without those inside itself.
 """
 
 from __future__ import annotations
@@ -33,24 +32,21 @@ def register():
     def init(loader, model):
         """Wrap also what belongs to the engine: the loader of its model, and its processing after a load."""
         made(loader, model)
-        wrap(type(model.module), "load_weights", "engine: load_weights")
+        wrap(type(model.module), "load_weights", "engine")
         for name in ("open", "close"):
-            wrap(type(model), name, "engine: processing")
+            wrap(type(model), name, "engine")
 
     EngineLoader.__init__ = init
-    wrap(Message, "from_json", "messages")
-    for handler in (WorkerEnd, WeightReceiver):
-        wrap(handler, "handle", lambda _, message, *__: message.kind)
-    wrap(WeightReceiver, "connect", "join")
-    wrap(WeightReceiver, "prefetch", "prefetch")
-    labels = {"_placed": "mapping of names", "_in_place": "comparison with the start", "_passing": "files and digests"}
-    labels |= dict.fromkeys(("check", "patchable", "part", "slices", "missing", "landings"), "names")
-    labels |= dict.fromkeys(("digests", "position_digests"), "digests")
-    labels |= {"stage": "decoding", "confirm": "decoding", "commit": "commit", "rehearse": "rehearsal"}
+    wrap(Message, "from_json", "ours")
+    for owner, names in {WorkerEnd: ("handle",), WeightReceiver: ("handle", "connect", "prefetch")}.items():
+        for name in names:
+            wrap(owner, name, "ours")
+    called = ("_placed", "_in_place", "_passing", "check", "patchable", "part", "slices", "missing", "landings")
+    called += ("digests", "position_digests", "stage", "confirm", "commit", "rehearse")  # by the engine's code, too
     for loader in (EngineLoader, TensorsLoader):
-        for name, label in labels.items():
+        for name in called:
             if name in vars(loader):
-                wrap(loader, name, label)
+                wrap(loader, name, "ours")
 
 
 def routes(engine):
@@ -60,7 +56,7 @@ def routes(engine):
 
 
 def wrap(owner, name, label):
-    """Time a method; ``label`` may be a function of its arguments."""
+    """Time a method."""
     if (owner, name) in _wrapped:
         return
     _wrapped.add((owner, name))
@@ -69,10 +65,9 @@ def wrap(owner, name, label):
 
     @functools.wraps(bare)
     def timed(*args, **settings):
-        said = label if isinstance(label, str) else label(*args)
-        with _Timed(said):
+        with _Timed(label):
             found = bare(*args, **settings)
-        return _each(found, said) if inspect.isgenerator(found) else found
+        return _each(found, label) if inspect.isgenerator(found) else found
 
     setattr(owner, name, type(method)(timed) if bare is not method else timed)
 
@@ -106,4 +101,4 @@ class _Timed:
             _now.stack[-1].inside += took
         elif FILE in os.environ:
             with open(os.environ[FILE], "a") as file:
-                file.write(json.dumps({"call": self.label, "seconds": took, "own": _now.own}) + "\n")
+                file.write(json.dumps(_now.own) + "\n")
