@@ -18,7 +18,6 @@ from torchrl_ext.stores.remote import RemoteStore, _RemoteFile
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.versions import checkpoint_reader, payloads
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 
 VERSIONS, TENSORS = 13, 12
@@ -64,7 +63,7 @@ def chain(tmp_path, monkeypatch):
             tensor[torch.rand(tensor.shape) < 0.3] += 1
     trainer.shutdown()
     store = CountingStore(tmp_path / "root")
-    reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+    reader = ChainReader(Chain(store))
     reader.retain(lambda name: True)
     assert same(dict(reader.tensors(reader.open(1), {})), history[1])
     return reader, store, history
@@ -90,7 +89,7 @@ def test_changes_over_many_versions_hold_a_bounded_number_of_bytes_and_are_read_
 
 def test_a_reader_that_joins_streams_the_deltas_after_the_keyframe(chain):
     _, store, history = chain
-    joined = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+    joined = ChainReader(Chain(store))
     route = joined.open(VERSIONS)
     assert store.read == 0
     assert same(dict(joined.tensors(route, {})), history[VERSIONS])
@@ -145,7 +144,7 @@ def test_a_remote_keyframe_is_read_in_ranges_and_verified_before_tensors_are_fil
     DeltaTransport(store.url, shard_bytes=60 << 10).send_weights("policy", own)
 
     def opened():
-        reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+        reader = ChainReader(Chain(store))
         return reader, reader.open(1), {name: torch.zeros_like(tensor) for name, tensor in own.items()}
 
     reader, route, held = opened()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from tests.transports.chains import checkpoint, published, same, trainer_at
 from tests.versions.damage import KINDS, NEW, OLD, route_of
 from tests.versions.damage import published as published_delta
-from torchrl_ext.codecs import pipeline as stream
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_delta import OpenDelta
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.digests import position_digest
@@ -27,7 +24,7 @@ def chain(request, tmp_path):
     """A reader that holds version 1 of 4 with host copies of everything, and what each version is."""
     _, _, history = published(tmp_path / "root", 4, encoding=request.param, keyframe_every=0)
     store = LocalStore(tmp_path / "root")
-    reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+    reader = ChainReader(Chain(store))
     reader.retain(lambda name: True)
     assert same(dict(reader.tensors(reader.open(1), {})), history[1])
     return reader, history
@@ -81,7 +78,7 @@ def test_a_reader_that_cannot_read_all_back_begins_at_the_oldest_version_with_wh
             trainer.send_weights("policy", own)
         history.append({name: tensor.clone() for name, tensor in own.items()})
     store = LocalStore(tmp_path / "root")
-    reader = ChainReader(Chain(store), lambda *of: PublishedVersion(store, *of), str(base))
+    reader = ChainReader(Chain(store), str(base))
     reader.retain("packed".__eq__)
     reader.adopt(4, lambda: {"read": position_digest(history[at]["read"]).hex()})
     assert reader.held is not None and reader.held[1] == (0, 0, 2, 2)[at]
@@ -105,23 +102,6 @@ def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, m
     assert sorted(decoded) == sorted(changed)
 
 
-def test_ranges_are_decoded_beside_each_other_and_come_in_order(chain, monkeypatch):
-    reader, history = chain
-    both, decode = threading.Barrier(2, timeout=60), OpenDelta.decode
-
-    def meeting(delta, within, old):
-        both.wait()  # breaks, and with it the test, where one is decoded after the other
-        return decode(delta, within, old)
-
-    monkeypatch.setattr(OpenDelta, "decode", meeting)
-    monkeypatch.setattr("torchrl_ext.versions.open_route.worker_threads", lambda **_: 2)
-    second = reader.changes(2)
-    changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
-    pair = changed[:2]
-    assert [own.meta.name for patch in second.patches(pair.__contains__) for own in patch.split()] == pair
-    assert same(dict(second.whole(pair)), {name: history[2][name] for name in pair})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_come_in_any_order_and_each_range_is_decoded_once(kind, monkeypatch):
     one, decoded, decode = published_delta(kind), [], OpenDelta.decode
@@ -134,10 +114,3 @@ def test_tensors_come_in_any_order_and_each_range_is_decoded_once(kind, monkeypa
         assert same(dict(route.at_end((name, OLD[name].clone()) for name in names)), NEW)
         assert len(decoded) == len(set(decoded)) == one.manifest.blocks.size
         assert same(dict(route.whole(OLD, names)), NEW)
-
-
-@pytest.mark.parametrize(("cores", "computing", "spare"), [(8, 8, 1), (2, 1, 1), (4, 1, 3), (64, 1, 4)])
-def test_decoding_takes_cores_that_the_model_does_not_compute_on(cores, computing, spare, monkeypatch):
-    monkeypatch.setattr(stream.os, "sched_getaffinity", lambda _: range(cores))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
-    assert stream.worker_threads(beside_model=True) == spare

@@ -13,7 +13,6 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.versions import payloads
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.digests import PositionDigest
 from torchrl_ext.weights.shards.blocks import Block
@@ -52,7 +51,7 @@ class Worker:
 
     def __init__(self, root, number):
         self.store = LocalStore(root)
-        self.reader = ChainReader(Chain(self.store), lambda *full: PublishedVersion(self.store, *full))
+        self.reader = ChainReader(Chain(self.store))
         own = dict(self.reader.tensors(self.reader.open(1), {}))
         self.blocks = {name: rows(tensor.shape, number) for name, tensor in own.items()}
         self.reader.want({name: (block,) for name, block in self.blocks.items()})

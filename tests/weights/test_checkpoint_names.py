@@ -14,7 +14,7 @@ import torchrl_ext as tx
 from tests.models import CONVERTED, converted_model, tiny_model
 from torchrl_ext.collectors.policy_loader import ModelLoader
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
@@ -199,7 +199,6 @@ def test_what_does_not_cover_the_model_is_refused_by_name():
         loader.check([*whole.values(), ParamMeta("model.x", torch.float32, (1,))])
     with pytest.raises(ManifestError, match=f"'{EXPERT}' arrives as"):
         loader.check([*(whole | {EXPERT: ParamMeta(EXPERT, torch.float32, (16, 8))}).values()])
-    TensorsLoader(model, partial=True).check([whole[EXPERT]])
 
 
 def test_a_policy_without_storage_gets_it_from_a_checkpoint_tied_tensors_as_one():

@@ -238,15 +238,13 @@ class TensorsLoader(WeightLoader, Patchable):
 
     Args:
         target: module, TensorDict or mapping of tensors.
-        partial: accept updates that name only some of the tensors.
     """
 
-    def __init__(self, target: Any, *, partial: bool = False) -> None:
+    def __init__(self, target: Any) -> None:
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
         self._module = target if is_module else None
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._own = functools.partial(named_tensors, target, scratch=True) if is_module else self._target.tensors
-        self._partial = partial
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
@@ -265,7 +263,7 @@ class TensorsLoader(WeightLoader, Patchable):
         params = tuple(params)
         sent = frozenset(meta.name for meta in params)
         spelled = self._spelled(sent)
-        spelled.check(params, dict(self._target.tensors()), partial=self._partial)
+        spelled.check(params, dict(self._target.tensors()))
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
         self.shared = spelled.shared(meta.name for meta in params)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
-from torchrl_ext.stores.versions import NAME, Held, Version, read_version, version_name
+from torchrl_ext.stores.versions import Held, Version, read_version, version_name, version_number
 from torchrl_ext.types import label_number
 
 __all__ = ["Chain", "Route"]
@@ -76,11 +76,7 @@ class Chain:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all versions in the store, oldest first."""
-        found = []
-        for name in self.store.list():
-            if match := NAME.fullmatch(name):
-                found.append(int(match[1]))
-        return sorted(found)
+        return sorted(number for number in map(version_number, self.store.list()) if number is not None)
 
     def newest(self) -> int:
         """Return the highest number that was used here, whether the pointer moved or not; 0 before the first.

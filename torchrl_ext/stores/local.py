@@ -231,11 +231,7 @@ class LocalStore(Store):
             return []
         except OSError as error:
             raise self._failed("list", error) from error
-        names = []
-        for name in sorted(found):
-            if not name.startswith("."):
-                names.append(name)
-        return names
+        return sorted(name for name in found if not name.startswith("."))
 
     # its helpers
 

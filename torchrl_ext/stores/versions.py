@@ -11,12 +11,12 @@ from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
 from torchrl_ext.types import VERSIONS, ParamMeta
 
-__all__ = ["BESIDE", "NAME", "Held", "Version", "read_version", "version_name", "version_number"]
+__all__ = ["BESIDE", "Held", "Version", "read_version", "version_name", "version_number"]
 
 BESIDE = "delta"
 """The folder of a keyframe that holds its delta."""
 
-NAME = re.compile(r"weight_v(\d{6}|[1-9]\d{6,17})", re.ASCII)
+_NAME = re.compile(r"weight_v(\d{6}|[1-9]\d{6,17})", re.ASCII)
 """Matches the names of version directories; its group is the number."""
 
 Held = tuple[str, int]
@@ -41,7 +41,7 @@ def version_name(version: int) -> str:
 
 def version_number(name: str) -> int | None:
     """Return the version of a directory: ``"weight_v000007"`` -> 7; None for any other name."""
-    match = NAME.fullmatch(name)
+    match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 

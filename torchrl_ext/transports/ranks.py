@@ -25,6 +25,7 @@ from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.types import Info, described
+from torchrl_ext.weights.shards.sharing import Ranks
 
 __all__ = ["Group", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 
@@ -164,7 +165,7 @@ class _Notes:
 
 
 @final
-class Session:
+class Session(Ranks):
     """One update, through which rank 0 leads the other ranks (`TrainerRanks.leading`).
 
     In a group of one rank it posts nothing and gets no answers.
@@ -181,7 +182,6 @@ class Session:
 
     @property
     def alone(self) -> bool:
-        """Whether there are no others."""
         return not self._others
 
     def order(self, step: str, /, **args: Any) -> None:
@@ -225,11 +225,6 @@ class Session:
             who = f"trainer rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
             raise within.error(f"{who} did not answer", expected=_WHERE["expected"], hint=f"check {who}")
         return [answer.given for answer in found.values()]
-
-    def ask(self, step: str, /, **args: Any) -> list[Info]:
-        """Give an order, and return the `answers` to it."""
-        self.order(step, **args)
-        return self.answers()
 
     def settle(self) -> None:
         """Wait until every rank has run what it was ordered.

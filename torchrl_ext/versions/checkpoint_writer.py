@@ -16,16 +16,18 @@ from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.owned import FilePlace
 from torchrl_ext.versions.tensor_writer import write_shards
 from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource, checked
 from torchrl_ext.weights.tensorfile import plan_shards
 
-__all__ = ["FullWriter"]
+__all__ = ["FilePlace", "FullWriter"]
 
 _INDEX = "model.safetensors.index.json"
 _IN_FLIGHT_BYTES = 64 << 20
+
+FilePlace = tuple[str, str]
+"""The file that holds a tensor, and the xxh3-128 of the tensor's bytes (32 hex digits)."""
 
 
 class FullWriter:
@@ -65,7 +67,16 @@ class FullWriter:
     def write_tensors(
         self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        """Write the tensors of one rank, as `torchrl_ext.versions.owned.WritesFull`.
+        """Write the tensors that a rank owns into ``draft``.
+
+        Args:
+            draft: of the version.
+            owned: the parameters that each rank owns.
+            rank: this one.
+            pairs: its tensors, in order.
+
+        Returns:
+            Where each of them lies, by name, and the size of each file.
 
         Raises:
             OSError, ManifestError: as `write`.
@@ -90,7 +101,15 @@ class FullWriter:
         placed: Mapping[str, FilePlace],
         sizes: Mapping[str, int],
     ) -> Manifest:
-        """Write the files beside the tensors, the manifest last, as `torchrl_ext.versions.owned.WritesFull`."""
+        """Write what stands beside the tensors, the manifest last, when every rank has written.
+
+        Args:
+            draft: of the version.
+            files: of the source.
+            version, run_id: of the manifest.
+            params: all of them, in order.
+            placed, sizes: as `write_tensors` returned them, of all ranks.
+        """
         files = {**_checked_files(files), **self._files}
         # which file holds which tensor, as in any Hugging Face checkpoint; and the version
         index = {

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.containers import FileEncoding
 from torchrl_ext.versions.owned import Owned
@@ -75,7 +73,7 @@ def _publish_and_land(codec: FileEncoding | BlockEncoding, width: int, counts: I
         store = LocalStore(root)
         chain, own = Chain(store), Owned(codec, FullWriter(sys.maxsize))
         writer = ChainWriter(store, chain, "compiled", own, keyframe_every=0, base=None, keep_files=True)
-        reader = ChainReader(chain, partial(PublishedVersion, store))
+        reader = ChainReader(chain)
         reader.retain(lambda name: codec.whole_base)
         writer.publish(MappingSource(tensors), 1)
         loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Protocol, final
+from typing import final
 
 import msgspec
 import numpy as np
@@ -22,64 +22,18 @@ from torchrl_ext.kernels.base import flat_bits, linear_keys, unsigned
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.delta_manifest import DIGEST
-from torchrl_ext.stores.manifest import Manifest
 from torchrl_ext.stores.table import ParamTable, unit_bytes
 from torchrl_ext.types import Count, Info, ParamMeta, Wire
+from torchrl_ext.versions.checkpoint_writer import FilePlace, FullWriter
 from torchrl_ext.versions.containers import BlockFiles, FileEncoding, code
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import position_digest
-from torchrl_ext.weights.shards.gather import Gather, Held
+from torchrl_ext.weights.shards.gather import Gather, Holding
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["FilePlace", "FlatCopies", "Order", "Owned", "WritesFull", "Written", "steps"]
+__all__ = ["FlatCopies", "Order", "Owned", "Written", "steps"]
 
 _DIGESTED = 1 << 20  # bytes of copies that are digested together, while they lie in a cache
-
-
-FilePlace = tuple[str, str]
-"""The file that holds a tensor, and the xxh3-128 of the tensor's bytes (32 hex digits)."""
-
-
-class WritesFull(Protocol):
-    """Writes full versions (`torchrl_ext.versions.checkpoint_writer.FullWriter`)."""
-
-    def needed_bytes(self, source: WeightSource) -> int:
-        """Return about how many bytes a version of ``source`` takes."""
-
-    def write_tensors(
-        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
-    ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        """Write the tensors that a rank owns into ``draft``.
-
-        Args:
-            draft: of the version.
-            owned: the parameters that each rank owns.
-            rank: this one.
-            pairs: its tensors, in order.
-
-        Returns:
-            Where each of them lies, by name, and the size of each file.
-        """
-
-    def finish(
-        self,
-        draft: Draft,
-        files: Mapping[str, bytes],
-        version: int,
-        run_id: str,
-        params: Sequence[ParamMeta],
-        placed: Mapping[str, FilePlace],
-        sizes: Mapping[str, int],
-    ) -> Manifest:
-        """Write what stands beside the tensors, the manifest last, when every rank has written.
-
-        Args:
-            draft: of the version.
-            files: of the source.
-            version, run_id: of the manifest.
-            params: all of them, in order.
-            placed, sizes: as `write_tensors` returned them, of all ranks.
-        """
 
 
 class Order(Wire, frozen=True, kw_only=True):
@@ -110,7 +64,7 @@ class Written(Wire, frozen=True, kw_only=True):
         changed: uint64, shape (parameters,): units that changed.
         digests: uint64, shape (parameters, 2): of the parameters that the rank owns; 0 elsewhere.
         placed: the file in which another container than blocks holds what changed, by parameter.
-        tensors, sizes: of the full version (`WritesFull.write_tensors`).
+        tensors, sizes: of the full version (`FullWriter.write_tensors`).
     """
 
     codecs: tuple[Info, ...] = ()
@@ -209,13 +163,13 @@ class Owned:
     def __init__(
         self,
         codec: FileEncoding | BlockEncoding,
-        full: WritesFull,
+        full: FullWriter,
     ) -> None:
         self.codec, self.full = codec, full
         self.table = ParamTable.of(())
         self.digests = np.zeros((0, 2), DIGEST)
         self._params: tuple[ParamMeta, ...] = ()
-        self._held: Held | None = None  # None without other ranks
+        self._held: Holding | None = None  # None without other ranks
         self._gather: Gather | None = None
         self._copies: FlatCopies | None = None
         self._shared = self._alone = False
@@ -227,7 +181,7 @@ class Owned:
         return 0 if self._copies is None else self._copies.nbytes
 
     @property
-    def held(self) -> Held:
+    def held(self) -> Holding:
         """What this rank holds, since `look`."""
         assert self._held is not None
         return self._held
@@ -243,7 +197,7 @@ class Owned:
         if alone:
             self._held, same = None, before == self._params
         else:
-            self._held = Held(source, self._held)
+            self._held = Holding(source, self._held)
             same = self._held.same
         return same and self._shared and alone == self._alone
 
@@ -251,7 +205,7 @@ class Owned:
         """Share the parameters out, and forget every copy.
 
         Args:
-            held: what every rank holds (`Held.to_json`); nothing without other ranks.
+            held: what every rank holds (`Holding.to_json`); nothing without other ranks.
             rank: this one.
             owners: as many ranks own parameters.
             timeout_s: of each wait for another rank.

@@ -16,6 +16,7 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_delta import Wanted
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -33,8 +34,8 @@ class ChainReader:
 
     Args:
         chain: the versions.
-        open_full: opens a full version for reading.
         base: checkpoint directory that is version 0, if there is one.
+        open_full: opens a full version for reading; by default from its files in the store.
 
     Attributes:
         held: what this worker holds; None before the first version, or where that is not known.
@@ -43,13 +44,8 @@ class ChainReader:
         read_bytes: bytes of deltas that were read for the last route; keyframes do not count.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        open_full: OpenFull,
-        base: str | None = None,
-    ) -> None:
-        self.chain, self._open_full = chain, open_full
+    def __init__(self, chain: Chain, base: str | None = None, open_full: OpenFull | None = None) -> None:
+        self.chain, self._open_full = chain, open_full or partial(PublishedVersion, chain.store)
         self._base: OpenBase | None = None if base is None else partial(CheckpointSource, base)
         self.held: Held | None = None
         self.mirror: dict[str, Tensor] = {}

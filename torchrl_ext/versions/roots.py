@@ -15,7 +15,6 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import BESIDE
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.source import WeightSource
@@ -37,7 +36,7 @@ class Reader:
 
     def follower(self, keep: bool = False) -> ChainReader:
         """Return a reader that holds nothing yet; with ``keep`` it has host copies of what it read last."""
-        found = ChainReader(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)
+        found = ChainReader(self.chain, self.base)
         found.retain(lambda name: keep)
         return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -19,45 +18,14 @@ from torchrl_ext.types import Info
 from torchrl_ext.versions.owned import Order, Owned, Written
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import digest_of
+from torchrl_ext.weights.shards.sharing import Ranks
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Alone", "ChainWriter", "Ranks"]
+__all__ = ["ChainWriter"]
 
 log = logging.getLogger("torchrl_ext")
 
 _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
-
-
-class Ranks(Protocol):
-    """The ranks of a trainer, as rank 0 speaks to them (`torchrl_ext.transports.ranks.Session`)."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether there are no others."""
-
-    def order(self, step: str, /, **args: Any) -> None:
-        """Let every other rank run ``step``."""
-
-    def answers(self) -> list[Info]:
-        """Return what ranks 1, 2, ... answer to the last order."""
-
-    def ask(self, step: str, /, **args: Any) -> list[Info]:
-        """Give an order, and return the answers to it."""
-
-
-class Alone:
-    """The ranks of a trainer that has no others."""
-
-    alone = True
-
-    def order(self, step: str, /, **args: Any) -> None:
-        return None
-
-    def answers(self) -> list[Info]:
-        return []
-
-    def ask(self, step: str, /, **args: Any) -> list[Info]:
-        return []
 
 
 class ChainWriter:
@@ -119,7 +87,7 @@ class ChainWriter:
             ManifestError: the source does not yield what it declares, or ranks send other parameters.
             WeightSyncError: another rank failed, or did not answer.
         """
-        ranks = ranks or Alone()
+        ranks = ranks or Ranks()
         self._share(ranks, source)
         base = self._version
         if base is not None and not (base[1] < version and (base[1] == 0 or base[1] in self._chain.numbers())):

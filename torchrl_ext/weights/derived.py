@@ -18,9 +18,9 @@ from torchrl_ext.weights.checkpoint import with_dtype
 from torchrl_ext.weights.hf_names import Group, groups_of, shards_of_part
 from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order, named_tensors
+from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order
 
-__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted", "stacked"]
+__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted"]
 
 
 class MappedSource(WeightSource):
@@ -244,20 +244,3 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
         if not names & (sources - others) and names & (others - sources):  # checkpoint names, some known here as well
             return source
     return ConvertedSource(source, groups) if groups else source
-
-
-def stacked(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return checkpoint tensors, or some of them, as ``module`` holds them, which may be on the meta device."""
-    found, own = dict(tensors), dict(named_tensors(module, scratch=True))
-    for group in groups_of(module, own.items):
-        if not all(name in tensors for name in group.results):
-            continue
-        arrived = [found.pop(name) for name in group.results if name not in own]
-        if len(arrived) == len(group.sources) == 1 and arrived[0].stride() == own[next(iter(group.sources))].stride():
-            found |= dict.fromkeys(group.sources, arrived[0])  # a name alone: tied tensors stay one
-            continue
-        device = tensors[next(iter(group.results))].device
-        live = {name: torch.empty_like(own[name].detach(), device=device) for name in group.sources}
-        group.redo(live, tensors)
-        found |= live
-    return found

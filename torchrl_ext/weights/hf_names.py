@@ -387,13 +387,12 @@ class Spelling:
         sharded = any(map(is_distributed, own.values()))
         return not sharded and self._made_of == _what_matters(own, groups, sent)
 
-    def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, partial: bool) -> None:
+    def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor]) -> None:
         """Refuse an update that cannot land.
 
         Args:
             params: the update.
             needed: live tensors that have to come, by name; tied ones under any of their names.
-            partial: nothing has to come.
 
         Raises:
             ManifestError: names a parameter that is unknown, missing, given twice, or of another shape or dtype.
@@ -428,7 +427,7 @@ class Spelling:
         for name, tensor in self._own.items():
             if name not in absent:
                 missing.pop(same_memory(tensor), None)
-        if missing and not partial:
+        if missing:
             raise ManifestError(
                 f"{len(missing)} parameters of the model are missing from the update, "
                 f"first {min(absent[name] for name in missing.values())!r}",

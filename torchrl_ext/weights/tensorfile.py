@@ -156,12 +156,10 @@ class TensorFile:
 
     Args:
         path: the file, or what is open of one, which is closed with this object.
-        within: a directory that the file has to lie in, whatever links lead to it; None for anywhere.
 
     Raises:
         FileNotFoundError: no such file.
-        IntegrityError: truncated, a header that cannot be right, or no file but a pipe or a device; or outside of
-            ``within``.
+        IntegrityError: truncated, a header that cannot be right, or no file but a pipe or a device.
 
     Attributes:
         nbytes: size of the file.
@@ -171,15 +169,13 @@ class TensorFile:
 
     _file: OpenFile | None = None
 
-    def __init__(
-        self, path: str | os.PathLike[str] | OpenFile, *, within: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | OpenFile) -> None:
         if isinstance(path, OpenFile):
             self.path, self._file = path.path, path
         else:
             self.path = os.fspath(path)
             try:
-                self._file = LocalFile(path, within=within)
+                self._file = LocalFile(path)
             except FileNotFoundError:
                 raise
             except (OSError, ValueError) as error:  # a circle of links, no permission

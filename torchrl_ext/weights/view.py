@@ -1,4 +1,4 @@
-"""Boxes and strided views of full tensors: which elements they have, and whether boxes tile a tensor."""
+"""Boxes and strided views of full tensors: which elements they have, and which of them boxes share or lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Block", "Step", "View", "Walk", "has_each_once", "merged", "overlap", "tiles", "without"]
+__all__ = ["Block", "Step", "View", "Walk", "has_each_once", "merged", "overlap", "without"]
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
 
@@ -267,23 +267,6 @@ def has_each_once(tensor: Tensor) -> bool:
             return False
         reach += (size - 1) * stride
     return True
-
-
-def tiles(blocks: Sequence[Block], shape: Sequence[int]) -> tuple[Block, ...]:
-    """Return why blocks do not tile a tensor: two that share elements, or the hole where its first missing element is.
-
-    Args:
-        blocks: within the tensor.
-        shape: of the tensor.
-
-    Returns:
-        Two of ``blocks`` that overlap; else one block of elements that no block has, of which the first is the first
-        missing one in C order; else nothing, and each element is in exactly one block.
-    """
-    found = overlap(blocks)
-    if found is None and sum(block.numel for block in blocks) < math.prod(shape):
-        found = (min(without([Block.whole(shape)], blocks)),)
-    return found or ()
 
 
 def overlap(blocks: Iterable[Block]) -> tuple[Block, ...] | None:

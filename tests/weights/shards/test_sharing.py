@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.weights.boxes import SHAPES, blocks_of, counted
+from tests.weights.test_view import SHAPES, blocks_of, counted
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block

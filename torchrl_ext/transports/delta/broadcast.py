@@ -21,7 +21,7 @@ from torchrl_ext.stores.versions import BESIDE
 from torchrl_ext.transports.base import Arrival, Update
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.types import VERSIONS, Count, ParamMeta, Wire
-from torchrl_ext.versions.owned import FilePlace
+from torchrl_ext.versions.checkpoint_writer import FilePlace, FullWriter
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource
 
@@ -34,14 +34,15 @@ _PLACE = "tensors"  # stands where a manifest names a file
 
 
 @final
-class KeptTensors:
-    """Keeps keyframes as tensors in memory: those of the newest one, until they are dropped.
+class KeptTensors(FullWriter):
+    """Keeps keyframes as tensors in memory, in place of files: those of the newest one, until they are dropped.
 
     Attributes:
         tensors: by name. They must not change before they are sent.
     """
 
     def __init__(self) -> None:
+        super().__init__(shard_bytes=1)
         self.tensors: dict[str, Tensor] = {}
 
     def needed_bytes(self, source: WeightSource) -> int:

@@ -22,7 +22,6 @@ from torchrl_ext.transports.delta.broadcast import Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Info, Wire
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.compiled import compile_loops
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
@@ -78,8 +77,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         self._store = store
         self._chain = Chain(store)
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
-        opener = self._broadcast.full.open if self._broadcast is not None else lambda *of: PublishedVersion(store, *of)
-        self._reader = ChainReader(self._chain, opener, base)
+        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.full.open)
         self._reader.want(slices or {})
         self._reader.retain(copies)
         self._opened: OpenRoute | None = None

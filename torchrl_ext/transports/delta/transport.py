@@ -30,7 +30,7 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.compiled import compile_loops
-from torchrl_ext.versions.owned import Owned, WritesFull, steps
+from torchrl_ext.versions.owned import Owned, steps
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.checkpoint import local_checkpoint
 from torchrl_ext.weights.source import WeightSource
@@ -114,23 +114,23 @@ class DeltaTransport(StandaloneTransport):
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
             )
         self._codec = make_codec(encoding)
-        run_id = self._run_id = uuid.uuid4().hex
+        run_id = uuid.uuid4().hex
         self._store: Store
-        self._full: WritesFull
+        full: FullWriter
         self._group: VLLMCollectiveTransport | None = None
         if root is None:
-            self._store, self._full = MemoryStore(), (kept := KeptTensors())
-            self._kept = kept
+            self._store, self._kept = MemoryStore(), KeptTensors()
+            full = self._kept
             self._group = VLLMCollectiveTransport(
                 master_address, master_port, rank, world_size, device, secret=secret, timeout_s=timeout_s
             )
         else:
-            self._store, self._full = open_store(root), FullWriter(shard_bytes, files)
+            self._store, full = open_store(root), FullWriter(shard_bytes, files)
         self.root = self._store.url
         self._shared = SharedRoot(self._store, run_id)
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._chain = Chain(self._store, run_id)
-        self._own = Owned(self._codec, self._full)
+        self._own = Owned(self._codec, full)
         self._writer = ChainWriter(
             self._store,
             self._chain,

@@ -16,11 +16,11 @@ from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
 from torchrl_ext.weights.shards.sharing import disjoint, owners
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Gather", "Held"]
+__all__ = ["Gather", "Holding"]
 
 
 @final
-class Held:
+class Holding:
     """What one rank holds of a model: its shards (`WeightSource.shards`), in order.
 
     Args:
@@ -37,7 +37,7 @@ class Held:
         ManifestError: the shards are not sound (`checked_shards`).
     """
 
-    def __init__(self, source: WeightSource, before: Held | None) -> None:
+    def __init__(self, source: WeightSource, before: Holding | None) -> None:
         self.params, self.shards = source.params(), [*source.shards()]
         self.rows = [(shard.meta, shard.block, shard.gathers) for shard in self.shards]
         self.same = before is not None and (self.params, self.rows) == (before.params, before.rows)
@@ -73,7 +73,7 @@ class Gather:
 
     Args:
         params: of the model.
-        held: what each rank holds, as `Held.to_json` says it.
+        held: what each rank holds, as `Holding.to_json` says it.
         rank: this one.
         count: how many ranks own parameters: ranks 0 to below ``count``.
         timeout_s: of each wait for another rank.

@@ -1,17 +1,39 @@
-"""Trainer ranks that share a model: which parameters each of them owns, and who holds which elements of one."""
+"""Trainer ranks that share a model: how rank 0 speaks to the others, which parameters each of them owns, and who holds
+which elements of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.view import Block, overlap, tiles, without
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.view import Block, overlap, without
 
-__all__ = ["disjoint", "owners"]
+__all__ = ["Ranks", "disjoint", "owners"]
 
 _Owner = TypeVar("_Owner")
+
+
+class Ranks:
+    """The other ranks of a trainer, as rank 0 speaks to them; here there are none."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no others."""
+        return True
+
+    def order(self, step: str, /, **args: Any) -> None:
+        """Let every other rank run ``step``."""
+
+    def answers(self) -> list[Info]:
+        """Return what ranks 1, 2, ... answer to the last order."""
+        return []
+
+    def ask(self, step: str, /, **args: Any) -> list[Info]:
+        """Give an order, and return the `answers` to it."""
+        self.order(step, **args)
+        return self.answers()
 
 
 def owners(params: Sequence[ParamMeta], ranks: int) -> list[int]:
@@ -40,7 +62,7 @@ def disjoint(meta: ParamMeta, own: Mapping[Block, list[_Owner]]) -> dict[Block, 
         for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold these
             found += without([block], found)
     if sum(block.numel for block in found) < meta.numel:
-        (hole,) = tiles(found, meta.shape)
+        hole = min(without([Block.whole(meta.shape)], found))  # where the first missing element is, in C order
         raise ManifestError(
             f"no trainer rank holds elements {hole} of {meta}",
             expected="every element of every parameter on at least one trainer rank",
