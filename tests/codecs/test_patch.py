@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import bytes_of
-from torchrl_ext.codecs.patch import SparsePatch, StepPatch, apply_patch
+from torchrl_ext.codecs.patch import SparsePatch, apply_patch
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta
 
@@ -16,10 +15,6 @@ def bits(indices: list[int], values: list[int]) -> SparsePatch:
     return SparsePatch(META, np.array(indices, np.int32), np.array(values, np.uint16))
 
 
-def steps(indices: list[int], values: list[int]) -> StepPatch:
-    return StepPatch(META, np.array(indices, np.int32), np.array(values).astype(np.uint16))
-
-
 @pytest.mark.parametrize(
     ("indices", "values"), [([3, 3], [1, 1]), ([5, 2], [1, 1]), ([-1], [1]), ([20], [1]), ([1], [1, 2])]
 )
@@ -28,17 +23,6 @@ def test_places_that_a_parameter_does_not_have_are_refused_by_name(indices, valu
         bits(indices, values)
     with pytest.raises(IntegrityError, match="uint16"):
         SparsePatch(META, np.array([1], np.int32), np.array([1], np.uint32))
-
-
-def test_steps_cross_zero_and_the_end_of_the_line():
-    for start in (0x0000, 0x8000, 0x7FFF, 0xFFFF, 0x7F80):
-        tensor = torch.full((4, 5), 0.0, dtype=torch.bfloat16)
-        tensor.view(torch.int16).fill_(start - 0x10000 if start > 0x7FFF else start)
-        there = tensor.clone()
-        apply_patch(steps([7], [-3]), there)
-        assert bytes_of(there) != bytes_of(tensor)
-        apply_patch(steps([7], [3]), there)
-        assert bytes_of(there) == bytes_of(tensor)
 
 
 def test_a_patch_lands_only_in_the_tensor_that_it_is_for():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
 from torchrl_ext.transports.buckets import Lander, Packer, layout
 from torchrl_ext.transports.collective.stream import DIRECT_BYTES, buckets_of
-from torchrl_ext.transports.copies import BufferPool, copy_each, plain
+from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.types import ParamMeta
 
 CPU = torch.device("cpu")
@@ -98,23 +97,6 @@ def test_what_goes_through_a_staging_buffer_fills_it_and_arrives(tensors, size):
 def test_a_bucket_larger_than_the_direct_size_still_leaves_large_tensors_uncopied():
     params = (ParamMeta("large", torch.uint8, (DIRECT_BYTES,)), ParamMeta("small", torch.uint8, (DIRECT_BYTES - 1,)))
     assert [bucket.direct for bucket in buckets_of(params, 8 * DIRECT_BYTES)] == [True, False]
-
-
-@pytest.mark.parametrize("numel", [10, 100_000])
-def test_strided_and_lazily_conjugated_tensors_are_copied_as_the_values_they_stand_for(numel):
-    strided = torch.randn(numel, 2)[:, 1]
-    conjugate = torch.randn(numel, dtype=torch.complex64).conj()
-    for source in (strided, conjugate, conjugate.imag):
-        target = torch.empty(source.shape, dtype=source.dtype)
-        copy_each([source], [target])
-        assert torch.equal(target, source)
-        assert torch.equal(plain(source, CPU), source) and plain(source, CPU).is_contiguous()
-
-
-def test_a_tensor_of_the_same_form_takes_the_bytes_as_they_come():
-    target = torch.zeros(4, 4, requires_grad=True)
-    lander = Lander((ParamMeta("p", torch.float32, (4, 4)),), {"p": target}, CPU)
-    assert lander.begin(0).data_ptr() == target.data_ptr()
 
 
 def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():

@@ -1,17 +1,41 @@
-"""`VLLMCollectiveTransport` beyond the contract: forming groups, and what they agree on."""
+"""`VLLMCollectiveTransport` beyond the contract: forming groups, and members that refuse, stop, freeze or die."""
 
 from __future__ import annotations
 
+import json
 import os
+import select
+import signal
 import socket
+import sys
+import threading
+import time
+from functools import partial
 
 import pytest
 import torch
 
-from tests.transports.members import BUCKET, SHORT_S, beside, enter, group, member, same, weights
-from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError
+from tests.processes import calling, running_python
+from tests.transports.members import (
+    BUCKET,
+    SHORT_S,
+    WAIT_S,
+    Interrupted,
+    beside,
+    broken,
+    enter,
+    group,
+    member,
+    same,
+    stop,
+    weights,
+)  # fmt: skip
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
 from torchrl_ext.serving.processes import free_port
+from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.weights.source import MappingSource
 
 
 def test_the_signature_is_that_of_torchrl():
@@ -90,3 +114,222 @@ def test_what_was_not_agreed_on_is_not_sent():
         members[0].send_weights("policy", weights(count=2))
     for one in members:
         one.shutdown()
+
+
+# members that fail: the others learn it, and the next try works
+
+
+def take_until(worker, stop_at):
+    """Receive one version as a loader does that stops at a parameter, by its number."""
+    within = Deadline(WAIT_S)
+    end = worker.attend(within)
+    for number, _ in enumerate(end.receive(end.get(within), {}, within)):
+        if number == stop_at:
+            break
+
+
+@pytest.mark.parametrize("how", ["cannot take it", "stops half-way"])
+def test_a_worker_that_does_not_take_a_version_says_why_and_all_connect_again(how):
+    first, second = weights(0), weights(1)
+    given = {**{name: torch.zeros(5000) for name in first}, "p07": torch.zeros(4)}
+    with group(3) as (trainer, other, refuses):
+        refuse = (
+            partial(take_until, refuses, 7)
+            if how == "stops half-way"
+            else partial(refuses.receive_weights, weights=given)
+        )
+        told, lost, declined = beside(lambda: trainer.send_weights("policy", first), other.receive_weights, refuse)
+        assert isinstance(declined, ManifestError) == (how == "cannot take it") and not given["p00"].any()
+        for error in (told, lost):
+            assert isinstance(error, TransportError) and "rank 2" in str(error) and "'p07'" in str(error)
+        assert not any(one.check_connection() for one in (trainer, other, refuses))
+        assert enter(trainer, other, refuses) == [None] * 3
+        _, *both = beside(
+            lambda: trainer.send_weights("policy", second), other.receive_weights, refuses.receive_weights
+        )
+        assert all(same(one, second) for one in both)
+        assert (other.received_version, trainer.latest_version()) == (2, 2)
+
+
+@pytest.mark.parametrize("who", ["trainer", "worker"])
+def test_an_abort_from_another_thread_ends_both_sides_at_once(who):
+    with group(2) as (trainer, worker):
+        reached, aborted = threading.Event(), threading.Event()
+        stuck = Interrupted(weights(count=40), 30, lambda: (reached.set(), aborted.wait(WAIT_S)))
+
+        def abort():
+            assert reached.wait(WAIT_S)
+            {"trainer": trainer, "worker": worker}[who].abort()
+            aborted.set()
+
+        began = time.monotonic()
+        sent, received, _ = beside(lambda: trainer.send_weights("policy", stuck), worker.receive_weights, abort)
+        assert time.monotonic() - began < WAIT_S
+        assert isinstance(sent, WeightSyncError) and isinstance(received, WeightSyncError)
+        assert "aborted" in str({"trainer": sent, "worker": received}[who])
+
+
+def test_an_abort_ends_the_wait_for_ranks_that_do_not_arrive():
+    trainer, within = member(0, 0, None), Deadline(WAIT_S)
+    handoff = trainer.open(1, (), within)
+    timer = threading.Timer(0.2, within.stop.set)
+    timer.start()
+    with pytest.raises(TransportError, match="an abort"):
+        handoff.transfer(within)
+    trainer.shutdown()
+
+
+def opened(trainer, workers):
+    """Form a group with workers that a control layer invites, and return their ends."""
+    opening = trainer.open(workers, (), Deadline(WAIT_S))
+    info = json.loads(json.dumps(opening.info))
+    here = [Worker(rank=rank) for rank in range(1, 1 + workers)]
+    joins = [partial(VLLMCollectiveTransport.join, info, one, Deadline(WAIT_S)) for one in here]
+    return beside(lambda: opening.transfer(Deadline(WAIT_S)), *joins)[1:]
+
+
+def sent_to(trainer, source, version, ends):
+    """Send a version to these ends; return what each side returned or raised."""
+    handoff = trainer.prepare(Update(source=source, version=version), Deadline(WAIT_S))
+    arrival = Arrival(version=version, params=source.params(), info=json.loads(json.dumps(handoff.info)))
+    receives = (lambda end=end: dict(end.receive(arrival, {}, Deadline(WAIT_S))) for end in ends)
+    return beside(lambda: handoff.transfer(Deadline(WAIT_S)), *receives)
+
+
+def test_after_a_source_failed_the_same_trainer_connects_again_to_another_number_of_workers():
+    trainer, sent = member(0, 0, None), weights()
+    for workers in (1, 2, 1):
+        ends = opened(trainer, workers)
+        _, *received = sent_to(trainer, MappingSource(sent), 1, ends)
+        assert all(same(one, sent) for one in received)
+        failed, *lost = sent_to(trainer, Interrupted(sent, 12, broken), 2, ends)
+        assert isinstance(failed, ValueError)
+        for error in lost:
+            assert isinstance(error, TransportError) and "the source broke" in str(error) and "rank 0" in str(error)
+        assert not trainer.check_connection() and not any(end.check_connection() for end in ends)
+        for end in ends:
+            end.close()
+    trainer.shutdown()
+
+
+def test_numbers_of_workers_that_do_not_fit_are_refused():
+    info = member(0, 0, None).open(1, (), Deadline(WAIT_S)).info
+    with pytest.raises(ConfigError, match="rank 2 does not exist in world_size 2"):
+        VLLMCollectiveTransport.join(info, Worker(rank=2), Deadline(WAIT_S))
+    with pytest.raises(ConfigError, match=r"world_size 2, but the engines have 3 workers"):
+        member(0, 0, 2).open(3, (), Deadline(WAIT_S))
+
+
+# processes that end, die or freeze
+
+
+def receives(port, rank, size, stop_at):
+    """A worker that stops at a parameter until a line comes, takes the rest, and leaves."""
+    end = member(port, rank, size)
+    print("started", flush=True)
+    end.init_all_workers_group({})
+    print("connected", flush=True)
+    within = Deadline(WAIT_S)
+    worker = end.attend(within)
+    for number, _ in enumerate(worker.receive(worker.get(within), {}, within)):
+        if number == stop_at:
+            stop()
+    print("took", flush=True)
+    end.shutdown()
+    print("left", flush=True)
+
+
+def sends(port):
+    """A trainer that stops in the middle of its version until a line comes."""
+    end = member(port, 0, 2)
+    print("started", flush=True)
+    end.init_all_workers_group({})
+    print("connected", flush=True)
+    sys.stdin.readline()
+    end.send_weights("policy", Interrupted(weights(count=40), 30, stop))
+
+
+FROZEN_S = 3
+LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
+
+
+@pytest.mark.parametrize(("how", "kind"), [(signal.SIGKILL, TransportError), (signal.SIGSTOP, DeadlineError)])
+def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_named(how, kind):
+    port = free_port()
+    with running_python(calling(receives, port, 1, 2, 3)) as child:
+        trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
+        assert child.stdout.readline() == "started\n"
+        trainer.init_all_workers_group({})
+        assert child.stdout.readline() == "connected\n"
+
+        def strike():
+            assert child.stdout.readline() == "now\n"
+            os.kill(child.pid, how)
+
+        began = time.monotonic()
+        sent, _ = beside(lambda: trainer.send_weights("policy", LARGE), strike)
+        assert isinstance(sent, kind)
+        assert f"no answer came from rank 1 (pid {child.pid}" in str(sent)
+        assert time.monotonic() - began < WAIT_S
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("slow_one_dies", [False, True])
+def test_a_worker_that_leaves_with_all_it_needs_does_not_break_the_group_under_one_that_is_slower(slow_one_dies):
+    port, last = free_port(), 20
+    programs = calling(receives, port, 1, 3, last), calling(receives, port, 2, 3, -1)
+    with running_python(programs[0]) as slow, running_python(programs[1]) as fast:
+        trainer = member(port, 0, 3)
+        trainer.init_all_workers_group({})
+
+        def watch():
+            assert [slow.stdout.readline() for _ in range(3)] == ["started\n", "connected\n", "now\n"]
+            assert [fast.stdout.readline() for _ in range(3)] == ["started\n", "connected\n", "took\n"]
+            assert not select.select([fast.stdout], [], [], 1)[0]  # it stays for the slow one
+            if slow_one_dies:
+                slow.kill()
+                assert fast.stdout.readline() == "left\n"
+                trainer.abort()
+            else:
+                slow.stdin.write("\n")
+                slow.stdin.flush()
+                assert [slow.stdout.readline() for _ in range(2)] == ["took\n", "left\n"]
+                assert fast.stdout.readline() == "left\n"
+
+        sent, watched = beside(lambda: trainer.send_weights("policy", weights(count=1 + last)), watch)
+        assert watched is None
+        assert isinstance(sent, TransportError) if slow_one_dies else sent is None
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("how", "moment"),
+    [
+        (signal.SIGKILL, "idle"),
+        (signal.SIGKILL, "half"),
+        pytest.param(signal.SIGSTOP, "idle", marks=pytest.mark.exhaustive),
+        (signal.SIGSTOP, "half"),
+    ],
+)
+def test_a_trainer_process_that_dies_or_freezes_ends_the_worker_and_is_named(how, moment):
+    port = free_port()
+    with running_python(calling(sends, port)) as child:
+        worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
+        assert child.stdout.readline() == "started\n"
+        worker.init_all_workers_group({})
+        assert child.stdout.readline() == "connected\n"
+
+        def strike():
+            if moment == "half":
+                child.stdin.write("\n")
+                child.stdin.flush()
+                assert child.stdout.readline() == "now\n"
+            os.kill(child.pid, how)
+
+        began = time.monotonic()
+        lost, _ = beside(lambda: worker.receive_weights(WAIT_S), strike)
+        assert isinstance(lost, (TransportError, DeadlineError))
+        assert "rank 0" in str(lost)
+        assert time.monotonic() - began < WAIT_S
+        assert not worker.check_connection()
+        worker.shutdown()

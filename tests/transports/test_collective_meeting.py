@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import re
 import socket
 import sqlite3
@@ -438,18 +437,3 @@ def test_another_process_cannot_write_to_a_locked_database_when_a_group_is_forme
         assert same(received, weights())
         assert worker.receive_weights(0.6) is None
         assert "database is locked" in finished(calling(writer, path)).stderr
-
-
-def test_a_default_timeout_of_the_process_neither_harms_a_group_nor_the_sockets_of_others():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
-        with client, accepted, group(2) as (trainer, worker):
-            socket.setdefaulttimeout(30.0)
-            try:
-                _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
-                assert same(received, weights())
-                assert worker.receive_weights(0.6) is None and worker.check_connection()
-                assert all(os.get_blocking(one.fileno()) for one in (listener, client, accepted))
-            finally:
-                socket.setdefaulttimeout(None)

@@ -16,18 +16,15 @@ import torchrl_ext as tx
 from tests.hostile import worse_json
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.registry import transports
 from torchrl_ext.testing import (
     SMALL_BYTES,
     WAIT_S,
     Ends,
     StandaloneContract,
-    TransportContract,
     assert_arrived,
     free_port,
 )
-from torchrl_ext.transports.base import Handoff, Transport, Worker, WorkerEnd
-from torchrl_ext.weights.source import checked
+from torchrl_ext.transports.base import Worker
 
 
 class OnChannel(StandaloneContract):
@@ -115,7 +112,7 @@ class TestSharded(InGroup):
 
 def test_every_registered_transport_is_under_the_contract():
     covered = {suite.name for kind in (OnChannel, UnderRoot, InGroup) for suite in kind.__subclasses__()}
-    assert covered == set(tx.transports()) - {"slot"}
+    assert covered == set(tx.transports())
 
 
 REFUSED = {
@@ -178,52 +175,3 @@ def test_updates_leave_no_threads_behind(suite, tmp_path):
         counts.append(len(os.listdir("/proc/self/task")))  # those of backends, too
     assert counts[-1] < counts[2] + 10
     ends.trainer.shutdown(), ends.worker.shutdown()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered():
-    """A transport of another package is known by its name."""
-    transports.register(Slot.name, f"{__name__}:Slot", Slot.__doc__)
-    yield
-    del transports._entries[Slot.name]
-
-
-class Slot(Transport):
-    """A transport that has what every transport must have, and no more."""
-
-    name = "slot"
-    held = None
-
-    def open(self, workers, params, within):
-        return Handoff()
-
-    def prepare(self, update, within):
-        Slot.held = update.version, {meta.name: tensor.clone() for meta, tensor in checked(update.source)}
-        return Handoff()
-
-    @classmethod
-    def join(cls, info, here, within):
-        return SlotWorker()
-
-    def check_connection(self):
-        return True
-
-    def shutdown(self):
-        Slot.held = None
-
-
-class SlotWorker(WorkerEnd):
-    def receive(self, arrival, into, within):
-        version, tensors = Slot.held
-        assert version == arrival.version
-        yield from tensors.items()
-
-    def close(self):
-        pass
-
-
-class TestSlot(TransportContract):
-    name = "slot"
-
-    def make_trainer(self, tmp_path):
-        return Slot()

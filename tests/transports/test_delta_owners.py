@@ -18,13 +18,11 @@ from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import join, on_ranks
 from tests.transports.chains import same, trainer_at
 from tests.transports.shard_ranks import Blocks, blocks, cut, meet, step, weights
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, TransportError, WeightSyncError
+from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.stores.local import _LocalDraft
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.transports.base import Update
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.weights.source import as_source
 
@@ -128,34 +126,6 @@ def test_what_differs_or_fails_is_said_on_every_rank_and_the_next_version_is_who
     trainer.send_weights(source)
     if rank == 0:
         assert same(tx.DeltaTransport(folder).receive_weights(60), own)
-
-
-@on_ranks(2)
-def test_a_call_that_fails_on_some_ranks_before_it_sends_fails_once_and_for_all_ranks(rank, world, folder):
-    for wrong in ((0,), (1,), (0, 1)):
-        own, trainer = weights(), tx.DeltaTransport(f"{folder}/{wrong}", timeout_s=100)
-        source = Blocks(own, rank, world)  # a gather has a deadline of its own
-        with pytest.raises(ConfigError, match="a int holds no weights" if rank in wrong else "^trainer rank"):
-            trainer.send_weights("policy", 3 if rank in wrong else source)
-        writes_two(trainer, source, own)
-
-
-def writes_two(trainer, source, own):
-    dist.barrier()
-    for version in (1, 2):
-        trainer.send_weights(source)
-        step(own, version)
-    if trainer.ranks.drives:
-        assert Chain(LocalStore(trainer.root)).newest() >= 2
-
-
-@on_ranks(2)
-def test_a_rank_that_does_not_drive_is_named(rank, world, folder):
-    trainer, source = tx.DeltaTransport(folder), Blocks(weights(), rank, world, meet=meet)
-    assert trainer.ranks  # whose name every rank counts
-    if rank == 1:
-        with pytest.raises(TransportError, match="this trainer rank leads no update"):
-            trainer.prepare(Update(source=source, version=1), Deadline(20))
 
 
 class Tied(nn.Module):

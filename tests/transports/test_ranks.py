@@ -152,14 +152,6 @@ class TestInStep:
             assert session.ask("echo", text=text) == [{"text": text}]
         assert call.result(WAIT_S) is None
 
-    def test_what_is_not_of_use_to_json_is_the_failure_of_the_rank_that_says_it(self, stored, beside):
-        first, second = stored.trainer()
-        call = beside(second.following, lambda: {"echo": lambda args: {"value": object()}})
-        with pytest.raises(TransportError, match="trainer rank 1: TypeError"):
-            lead(first, 1)
-        with pytest.raises(TransportError, match="TypeError"):
-            call.result(WAIT_S)
-
     def test_the_store_does_not_grow(self, stores, beside):
         trainer, counts = stores.trainer(3), []
         for version in range(1, 31):
@@ -256,12 +248,6 @@ class TestWaits:
         with pytest.raises(ValueError, match="bad input") as met:
             second.following(raising(ValueError("bad input")))
         assert isinstance(met.value.__cause__, DeadlineError)
-
-    def test_a_wait_keeps_no_lock_of_the_store(self, beside):
-        """Over one client, a rank that waits lets another thread post what it waits for."""
-        server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=WAIT_S), False)
-        trainer = [TrainerRanks("one", PATIENT_S, group=lambda r=rank: Group(r, 2, server)) for rank in range(2)]
-        together(beside, trainer, 1)
 
     def test_a_store_that_is_gone_is_said_so(self, beside, tmp_path):
         gone = Stores("tcp", tmp_path)

@@ -193,21 +193,6 @@ def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatc
     assert set(stats.whole) == {"first", "second"} and stats.worker_bytes == stats.rank_bytes
 
 
-def test_a_plan_is_kept_until_another_layout_comes(ends, monkeypatch):
-    prepare, plans = ends[0].prepare, []
-
-    def noted(*of):
-        handoff = prepare(*of)
-        plans.append(handoff.info["plan"])
-        return handoff
-
-    monkeypatch.setattr(ends[0], "prepare", noted)
-    for rows in (4, 4, 4, 6, 6):
-        outcome, received = sent(ends, weights := {"first": torch.randn(rows, 8)})
-        assert outcome is None and torch.equal(received["first"], weights["first"]), (outcome, received)
-    assert plans == [1, 1, 1, 2, 2]
-
-
 def test_damage_on_the_way_is_named_and_the_version_is_not_taken(ends, monkeypatch):
     send, digests_bytes = Group.send, 64
 

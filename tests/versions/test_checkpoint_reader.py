@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 
 import msgspec
 import pytest
@@ -63,13 +62,6 @@ class TestReading:
                 assert worker.receive_weights(0.0) is None
             shutil.rmtree(root)
             shutil.rmtree(root.parent / "moved")
-
-    def test_abort_ends_a_wait(self, worker):
-        waiting = threading.Thread(target=worker.receive_weights, args=(WAIT_S,))
-        waiting.start()
-        while waiting.is_alive():
-            worker.abort()
-            waiting.join(0.01)
 
     def test_a_version_that_was_fetched_ahead_survives_its_removal(self, root, trainer, worker):
         end = worker.attend(Deadline(WAIT_S))

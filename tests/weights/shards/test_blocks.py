@@ -6,16 +6,14 @@ import weakref
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from tests.models import converted_model
-from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights import hf_names
-from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import ConvertedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
 from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
@@ -58,19 +56,6 @@ def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeyp
     _, second, _ = UpdateSource(ConvertedSource(MappingSource(live), [group])).shards()
     with pytest.raises(ManifestError, match="'y' was taken out of order"):  # and does not give the values of x
         second.take()
-
-
-def test_a_checkpoint_is_read_when_it_is_taken(tmp_path):
-    model = nn.Linear(3, 2)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    shards = list(CheckpointSource(tmp_path).shards())
-    found = {shard.meta.name: shard.take() for shard in reversed(shards)}  # in any order
-    assert not any(shard.gathers for shard in shards)
-    assert same_bits(found["weight"], model.weight.detach())
-    save_file(model.state_dict(), tmp_path / "again")
-    (tmp_path / "again").replace(tmp_path / "model.safetensors")
-    with pytest.raises(IntegrityError, match="another file than when the checkpoint was opened"):
-        shards[0].take()
 
 
 class Made(WeightSource):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -19,7 +19,6 @@ from tests.models import converted_model
 from tests.ranks import on_ranks, raises_if
 from tests.weights.shards.ranks import Policy, no_collectives, require_assembled, sharded
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.shards.blocks import Block
@@ -164,18 +163,6 @@ def test_a_cast_of_a_block_is_the_block_of_the_cast(rank, world, folder):
 
 
 @on_ranks(4)
-def test_float32_masters_of_mixed_precision_are_cast_as_they_are_copied_and_an_update_counts_them(rank, world, folder):
-    model = policy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    source = UpdateSource(as_source(model), mapper={"(.*)weight": r"it.\1w"}, dtype=torch.bfloat16)
-    shards = require_assembled(source)
-    assert "it.embed.w" in [meta.name for meta in source.params()]
-    list(source.shards())
-    assert source.count == len(source.params()) and source.bytes == source.model_bytes
-    by_name = {shard.meta.name: shard for shard in shards}
-    assert by_name["it.embed.w"].meta.dtype == torch.bfloat16 and by_name["it.embed.w"].take().dtype == torch.float32
-
-
-@on_ranks(4)
 def test_models_that_transformers_converts_are_told_under_the_names_of_their_checkpoints(rank, world, folder):
     for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
         model, reference = converted_model(kind), dict(as_source(converted_model(kind)))
@@ -193,18 +180,6 @@ def test_models_that_transformers_converts_are_told_under_the_names_of_their_che
         if kind == "qwen3_moe":
             experts = {name.split(".experts.")[1].split(".")[0] for name in names(shards) if ".experts." in name}
             assert experts == {str(rank)}, experts  # as many as ranks
-
-
-@on_ranks(4)
-def test_stacked_experts_that_are_split_along_any_dimension(rank, world, folder):
-    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(2)], [Shard(2), Replicate()], [Shard(1), Shard(1)]):
-        model = converted_model("qwen3_moe")
-        for name, parameter in list(model.named_parameters()):
-            if ".experts." in name:
-                owner, _, last = name.rpartition(".")
-                split = nn.Parameter(distribute_tensor(parameter.detach(), square(), placements))
-                setattr(model.get_submodule(owner), last, split)
-        require_assembled(as_source(model))
 
 
 @on_ranks(4)
