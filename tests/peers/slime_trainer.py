@@ -1,10 +1,10 @@
-"""slime's own trainer code in a process of its own: its writer of deltas, and its client of an engine.
+"""slime's own trainer code in a process of its own: its writer of deltas, its reader, and its client of an engine.
 
-Run as ``python slime_trainer.py SETTINGS``, the JSON of ``{"slime", "url", "args"}``: a checkout of THUDM/slime, an
-engine, and what slime's ``args`` hold; with ``"reader"``, see `Measures`. Each line of standard input is a file of
-tensors under their checkpoint names, to which the weights are set before an update; each answer is a line of JSON. Ray,
-Megatron and SGLang are stood in for: the first by calls in a thread, the second by tensors that have checkpoint names
-already; of the last nothing is used.
+Run as ``python slime_trainer.py SETTINGS``, the JSON of ``{"slime", "url", "args", "reader"}``: a checkout of
+THUDM/slime, an engine, what slime's ``args`` hold, and slime's file of the reader, which runs here and not behind the
+engine. Each line of standard input is a file of tensors under their checkpoint names, to which the weights are set
+before an update; each answer is a line of JSON, with what the update took. Ray, Megatron and SGLang are stood in for:
+the first by calls in a thread, the second by tensors that have checkpoint names already; of the last nothing is used.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def stand_in(slime, weights):
 
 
 class Measures:
-    """What updates take with slime's own reader, whose file ``path`` is: it runs here, and not behind the engine."""
+    """What updates take with slime's own reader, whose file ``path`` is."""
 
     def __init__(self, engine, updater, path):
         spec = importlib.util.spec_from_file_location("local_checkpoint", path)
@@ -141,17 +141,13 @@ def main(told):
         args, [], weights_getter=lambda: None, model_name="qwen3", quantization_config=None
     )
     updater.connect_rollout_engines([Handle(engine)], None)
-    measures = Measures(engine, updater, told["reader"]) if "reader" in told else None
+    measures = Measures(engine, updater, told["reader"])
     for line in sys.stdin:
         weights.clear()
         weights.update(load_file(line.strip()))
-        if measures:
-            measures.begin()
+        measures.begin()
         updater.update_weights()
-        answer = {"published": updater.weight_version, "serves": engine.get_weight_version()}
-        if measures:
-            answer |= measures.end()
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(measures.end()), flush=True)
 
 
 if __name__ == "__main__":

@@ -171,16 +171,6 @@ class TestFailures:
             source.fails = False
             assert engine.send_weights().verified and served(fake, 2)
 
-    def test_a_worker_that_loads_a_part_says_why_and_what_it_holds(self, tmp_path):
-        with FakeEngine("vllm") as fake:
-            engine = trainer(Client(fake.url), Declared(weights(1)), tmp_path)
-            paused(fake)
-            fake.inject("fail", "POST /update_weights", after=1)  # the seal
-            with pytest.raises(UpdateError, match=r"it fails here.*paused and holds part of an update"):
-                engine.send_weights()
-            assert not fake.whole
-            assert engine.send_weights().verified and fake.whole
-
     def test_another_trainer_replaces_this_one_until_it_joins_again(self, tmp_path):
         with FakeEngine("vllm") as fake:
             first = trainer(Client(fake.url), Declared(weights(1)), tmp_path / "1")

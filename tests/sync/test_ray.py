@@ -27,7 +27,6 @@ from torchrl_ext.errors import (
     UpdateError,
 )
 from torchrl_ext.rpc.discovery import as_engine
-from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.ray import ray_engine
 
 ray = pytest.importorskip("ray")
@@ -78,42 +77,14 @@ class EngineActor:
 class Trainer:
     """A sender in an actor, made there with its model."""
 
-    def __init__(self, transport, engine=None, **settings):
+    def __init__(self, transport, engine, **settings):
         self.model = make_net()
         self.sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
         self.sender.register_model(self.model)
 
-    def init_all_workers_group(self, metadata):
-        self.sender.init_all_workers_group(metadata)
-
-    def step(self):
-        return step(self.model)
-
     def update_weights(self):
-        return self.sender.update_weights()
-
-    def shutdown(self):
-        self.sender.shutdown()
-
-
-class Follower:
-    """A receiver in an actor, without a control layer."""
-
-    def __init__(self, transport, **settings):
-        self.model = make_net_of_zeros()
-        self.receiver = tx.WeightReceiver(self.model, tx.make_transport(transport, **settings))
-
-    def init_all_workers_group(self, metadata):
-        self.receiver.init_all_workers_group(metadata)
-
-    def poll_and_apply(self, timeout):
-        return self.receiver.poll_and_apply(timeout)
-
-    def held(self):
-        return weights_of(self.model), self.receiver.version
-
-    def shutdown(self):
-        self.receiver.close()
+        sent = step(self.model)
+        return sent, self.sender.update_weights()
 
 
 def same(left, right):
@@ -201,37 +172,13 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
         ray_engine(actors(EngineActor, fail_to_start)).info()
 
 
-def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors):
-    place = {"master_port": free_port(), "world_size": 2}
-    sender = actors(Trainer, "collective", on="trainer", **place)
-    receiver = actors(Follower, "collective", rank=1, **place)
-    metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in make_net().state_dict().items()}
-    ray.get([end.init_all_workers_group.remote(metadata) for end in (sender, receiver)], timeout=WAIT_S)
-    for version in (1, 2):
-        sent = ray.get(sender.step.remote(), timeout=WAIT_S)
-        landed = receiver.poll_and_apply.remote(WAIT_S)
-        assert ray.get(sender.update_weights.remote(), timeout=WAIT_S).version == version
-        assert ray.get(landed, timeout=WAIT_S)
-        held, landed_version = ray.get(receiver.held.remote(), timeout=WAIT_S)
-        assert same(held, sent) and landed_version == version
-    ray.get([end.shutdown.remote() for end in (sender, receiver)], timeout=WAIT_S)
-
-
 def test_a_sender_in_an_actor_drives_engines_in_actors(actors, tmp_path):
     handle = actors(EngineActor, make_net)
     sender = actors(Trainer, "delta", ray_engine(handle), on="trainer", root=tmp_path)
     for version in (1, 2):
-        sent = ray.get(sender.step.remote(), timeout=WAIT_S)
-        report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
+        sent, report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
         assert (report.version, report.verified) == (version, True)
         assert same(ray.get(handle.apply.remote(weights_of), timeout=WAIT_S), sent)
-
-
-def make_net_of_zeros():
-    net = make_net()
-    for parameter in net.parameters():
-        nn.init.zeros_(parameter)
-    return net
 
 
 def test_outputs_of_an_engine_in_an_actor_are_compared(actors):
