@@ -392,24 +392,33 @@ class WeightSender:
         with passing(self._transport, source):
             with self._spans.of("prepare"):
                 handoff = self._transport.prepare(update, within)
-            part = None if self._transport.compares else source.part  # None: the transport finds what changed
-            with self._spans.of("prefetch"), beside(lambda early: self.engine.prefetch(update.version, part), within):
+            with self._spans.of("prefetch"), beside(self._prefetch(update), within):
                 handoff.ahead(within)  # engines fetch, check, decode and stage while they generate
             with self._spans.of("pause"), self.engine.updating(update.version):  # engines are paused only in here
-                info = self._info(update, handoff, part)
-                with beside(lambda early: self.engine.load(info, early), within):
+                with beside(self._load(update, handoff), within):
                     handoff.transfer(within)  # a collective needs both sides at once; disk does nothing here
-                # the digest over all tensors, which workers repeat, is this sender's or the transport's
-                digest = digest_of(source.digests) or (handoff.digest if self._verify else "")
-                self.engine.verify(source.digests, digest)
+                self.engine.verify(source.digests, self._digest(source.digests, handoff))
         self._served(update, handoff)
 
-    def _info(self, update: Update, handoff: Handoff, part: Part | None) -> Info:
-        """Return what workers hear of one handoff."""
+    def _digest(self, digests: Mapping[str, str], handoff: Handoff) -> str:
+        """Return the digest over those of all tensors, of this sender or of the transport, which workers repeat."""
+        return digest_of(digests) or (handoff.digest if self._verify else "")
+
+    def _prefetch(self, update: Update) -> Callable[[Callable[[], None]], None]:
+        return lambda early: self.engine.prefetch(update.version, self._onto(update))
+
+    def _load(self, update: Update, handoff: Handoff) -> Callable[[Callable[[], None]], None]:
+        part = self._onto(update)
+        onto = {} if part is None else {"onto": part.base}
         if (params := update.params) != self._rows[0]:
             self._rows = params, [meta.to_json() for meta in params]
         own = {"transport": self._transport.name, "version": update.version, "params": self._rows[1]}
-        return {**own, **handoff.info, **({} if part is None else {"onto": part.base})}
+        info = {**own, **handoff.info, **onto}
+        return lambda early: self.engine.load(info, early)
+
+    def _onto(self, update: Update) -> Part | None:
+        """Return the part to announce to workers; None if the transport itself finds what changed."""
+        return None if self._transport.compares else update.source.part
 
     def _served(self, update: Update, handoff: Handoff) -> None:
         self._stats = handoff.stats
