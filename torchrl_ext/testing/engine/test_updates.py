@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any
 
@@ -155,9 +155,8 @@ def test_sleep(engine: Subject, level: int) -> None:
 
 def test_killed_trainer(engine: Subject) -> None:
     """An engine whose trainer is killed in an update serves one whole version or nothing, and takes the next one."""
-    version = engine.outputs_of(engine.other(4))
-    engine.lose_trainer(4)
-    _assert_goes_on(engine, version)
+    with _goes_on(engine, 4):
+        engine.lose_trainer(4)
 
 
 def test_trainer_that_raises(engine: Subject) -> None:
@@ -166,11 +165,8 @@ def test_trainer_that_raises(engine: Subject) -> None:
     def breaks() -> None:
         raise RuntimeError("the trainer breaks off")
 
-    other = engine.other(5)
-    version = engine.outputs_of(other)
-    with pytest.raises(WeightSyncError, match="breaks off"):
+    with _goes_on(engine, 5) as other, pytest.raises(WeightSyncError, match="breaks off"):
         engine.send_half(other, breaks)
-    _assert_goes_on(engine, version)
 
 
 def test_two_trainers(engine: Subject) -> None:
@@ -229,19 +225,20 @@ def _crossed(found: tuple[float, ...], older: list[float], newer: list[float], b
 @pytest.mark.parametrize("what", ["name", "shape"])
 def test_tensor_that_does_not_fit(engine: Subject, what: str) -> None:
     """An update with a tensor that the engine does not have is an error, and the next update works."""
-    other, names = engine.other(6), list(engine.start)
-    name = names[len(names) // 2]
-    version = engine.outputs_of(other)
-    tensor = other.pop(name)
-    other |= {f"{name}.strange": tensor} if what == "name" else {name: tensor[..., 1:].contiguous()}
-    with pytest.raises(WeightSyncError), engine.trainer() as sender:
+    name = list(engine.start)[len(engine.start) // 2]
+    with _goes_on(engine, 6) as other, pytest.raises(WeightSyncError), engine.trainer() as sender:
+        tensor = other.pop(name)
+        other |= {f"{name}.strange": tensor} if what == "name" else {name: tensor[..., 1:].contiguous()}
         sender.update_weights(other)
         pytest.fail(f"the engine reports success, and has nothing for {name} of this {what}")
-    _assert_goes_on(engine, version)
 
 
-def _assert_goes_on(engine: Subject, version: Outputs) -> None:
-    """Fail unless the engine serves the start weights, ``version`` or nothing, and takes the next update."""
+@contextmanager
+def _goes_on(engine: Subject, seed: int) -> Iterator[Tensors]:
+    """Yield other weights; fail unless the engine then serves the start weights, these or none, and takes an update."""
+    other = engine.other(seed)
+    version = engine.outputs_of(other)
+    yield other
     engine.assert_consistent(engine.cold, version)
     other = engine.other(0)
     with engine.trainer() as sender:
