@@ -110,11 +110,20 @@ def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
     assert (folder != "None") == plugin and not Path(folder).exists()
 
 
-@pytest.mark.parametrize(("tp", "count"), [(1, 0), (2, 2)])
-def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, tp, count):
-    spec = SGLangSpec(tmp_path, cpu=True, tensor_parallel_size=tp)
-    found = spec.variables().get("SGLANG_CPU_OMP_THREADS_BIND", "")
-    assert len([*filter(None, found.split("|"))]) == count
+@pytest.mark.parametrize(
+    ("arguments", "tp", "workers"),
+    [
+        ("", 1, None),
+        ("--pp 2", 1, 2),
+        ("--data-parallel-size=2", 2, 4),
+        ("--dp-size 2 --enable-dp-attention", 2, 2),
+        ("--dp-size many", 1, None),
+    ],
+)
+def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, arguments, tp, workers):
+    spec = SGLangSpec(tmp_path, cpu=True, tensor_parallel_size=tp, extra_args=arguments.split())
+    found = spec.variables().get("SGLANG_CPU_OMP_THREADS_BIND")
+    assert found is None if workers is None else len(found.split("|")) == workers
 
 
 @pytest.mark.parametrize("cpu", [False, True])

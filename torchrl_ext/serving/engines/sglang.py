@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ _CPU_ARGUMENTS = {
     "max-running-requests": "8",
 }
 _KEYS = ("--api-key", "--admin-api-key")  # no variables set them
+_SIZES = (
+    ("--tp-size", "--tensor-parallel-size", "--tp"),
+    ("--pp-size", "--pipeline-parallel-size", "--pp"),
+    ("--dp-size", "--data-parallel-size", "--dp"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +41,7 @@ class SGLangSpec(StockSpec):
     """The settings of an SGLang server; see `ServerSpec`, `EngineSpec` and `StockSpec`.
 
     Sleep mode needs `torch_memory_saver` in the server's environment. Without the plugin the server can be updated only
-    from full files. On a CPU, tensor-parallel workers share the cores; of other workers that ``extra_args`` ask for,
-    SGLang wants to know the cores from ``SGLANG_CPU_OMP_THREADS_BIND``.
+    from full files.
     """
 
     name: ClassVar[str] = "sglang"
@@ -93,8 +98,9 @@ class SGLangSpec(StockSpec):
         if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
-            if self.tensor_parallel_size > 1:
-                environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(self.tensor_parallel_size)
+            workers = _workers([f"--tp-size={self.tensor_parallel_size}", *self.extra_args])
+            if workers > 1:
+                environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
         return environ
 
 
@@ -125,6 +131,20 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             others.append(word)
     return keys, others
+
+
+def _workers(arguments: Sequence[str]) -> int:
+    """Return the number of worker processes, replicas included: SGLang needs the cores of each."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in _SIZES:
+        parser.add_argument(*names, type=int, default=1, dest=names[0])
+    parser.add_argument("--enable-dp-attention", action="store_true", dest="shared")
+    try:
+        sizes = vars(parser.parse_known_args(list(arguments))[0])
+    except argparse.ArgumentError:
+        return 1  # SGLang itself reports what is wrong
+    tensor, pipeline, data = (max(1, sizes[names[0]]) for names in _SIZES)
+    return tensor * pipeline * (1 if sizes["shared"] else data)  # DP attention shares the tensor workers
 
 
 def _cores(workers: int) -> str:
