@@ -306,7 +306,7 @@ class RemoteInferenceClient:
         Args:
             init_info: JSON-safe mapping, or a dataclass; its ``rank_offset`` (default 1) is the first engine's.
         """
-        info, sizes = _plain(init_info), await self._everywhere("tell its size", lambda engine: engine.world_size)
+        info, sizes = _plain(init_info), await self._everywhere("tell its size", lambda one: one.info().world_size)
         firsts = accumulate(sizes.values(), initial=info.get("rank_offset", 1))
         offsets = dict(zip(sizes, firsts, strict=False))  # the last one is of nobody
         return await self._step(
