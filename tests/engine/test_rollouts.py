@@ -75,14 +75,3 @@ def test_the_demo_proves_itself(request, kind, transport, checkpoint):
     given = ["--model", checkpoint] if kind == "sglang" else []
     told = demo("--steps", 2, "--transport", transport, "--engines", served.url, *given)
     assert told["engine"] == kind and len(told["syncs"]) == 3 and not served.paused()
-
-
-@pytest.mark.exhaustive
-def test_training_learns_with_two_external_servers_that_follow_by_delta(vllm, second_vllm, tmp_path):
-    fleet = (vllm, second_vllm)
-    urls = [one.url for one in fleet]
-    told = demo("--transport", "delta", "--steps", 5, "--root", tmp_path / "updates", "--engines", *urls)
-    assert told["on_policy"] and (told["transport"], told["engine"], told["engines"]) == ("delta", "vllm", urls)
-    assert told["rewards"][-1] > 2 * told["rewards"][0], told["rewards"]
-    for server in fleet:
-        assert server.version() == str(told["syncs"][-1]["version"]) and not server.paused()

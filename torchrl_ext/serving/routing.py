@@ -171,7 +171,8 @@ class Routing:
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
         fit = {key for key, row in rows.items() if row.state == "serving" and (row.version or 0) == newest}
         used = {engine_key(worker.url) for worker in self.router.workers()}
-        for key in (ours.keys() & used) ^ (ours.keys() & fit):
+        changed = (ours.keys() & used) ^ (ours.keys() & fit)
+        for key in sorted(changed, key=fit.__contains__):  # those with older weights leave first
             info, known = ours[key], rows.get(key)
             if info.worker_type != "regular":
                 log.warning("router %s keeps its prefill and decode pools, although %s changed", self.url, info.url)
