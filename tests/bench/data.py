@@ -58,20 +58,17 @@ def real_chain(
     pretrain_steps: int = 60,
     warm_steps: int = 10,
     syncs: int = 1,
-    steps_per_sync: int = 1,
-    lr: float = 1e-6,
     batch: int = 8,
-    seed: int = 0,
 ) -> list[dict[str, Tensor]]:
     """Train a causal language model as with fp32 master weights, and return consecutive bfloat16 checkpoints of it.
 
-    The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at ``lr``: ``warm_steps`` first, so
-    that the optimizer's state is that of a run under way, then ``steps_per_sync`` between checkpoints.
+    The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at 1e-6: ``warm_steps`` first, so that
+    the optimizer's state is that of a run under way, then a step between checkpoints.
 
     Returns:
         ``syncs + 1`` checkpoints, name -> bfloat16 tensor.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**chain_shape(hidden, layers, vocabulary))).float()
     tokens = _text_tokens(vocabulary, 400_000)
     length = 64
@@ -89,11 +86,11 @@ def real_chain(
         return {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
 
     run(torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True), pretrain_steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
     run(optimizer, warm_steps)
     chain = [checkpoint()]
     for _ in range(syncs):
-        run(optimizer, steps_per_sync)
+        run(optimizer, 1)
         chain.append(checkpoint())
     return chain
 

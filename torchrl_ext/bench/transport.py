@@ -129,7 +129,7 @@ def _moved(rank: int, shapes: Shapes, meeting: Info, pipe: Any) -> dict[str, lis
                 os.fsync(file.fileno())
 
         alone: dict[str, Callable[[], object]] = {"copy": copy, "disk": publish, "save_file": save}
-        ways = {
+        ways: dict[str, Callable[[], object]] = {
             "collective": partial(together, partial(move, collective)),
             "broadcast": partial(together, lambda: group.broadcast(flat, 0).wait()),
             "ipc": partial(together, partial(move, ipc)),

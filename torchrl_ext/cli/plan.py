@@ -36,7 +36,7 @@ def _option(fact: Field[Any]) -> inspect.Parameter:
         text += f"; by default {'yes' if fact.default is True else f'{fact.default:g}'}"
     if kind in ("int", "float"):
         settings = {"parser": _number, "metavar": "N"}
-    known = {"int": float, "float": float, "bool": bool}.get(kind, str)
+    known: Any = {"int": float, "float": float, "bool": bool}.get(kind, str)
     option = Annotated[known | None, typer.Option(help=text, **settings)]
     return inspect.Parameter(fact.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
 
