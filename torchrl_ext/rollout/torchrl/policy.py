@@ -65,6 +65,8 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         (torch.Size([1, 4]), [[0, 0, 0, 0]])
     """
 
+    _min_batch_size = _max_batch_size = None  # TorchRL's `batching` reads them
+
     def __init__(
         self,
         model: InferenceClient | str | Sequence[str],
@@ -86,11 +88,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
             setattr(self, name, getattr(given, name))
         for name in ("prefer_tokens", "history_key", "text_key", "tokens_key", "masks_key", "log_probs_key"):
             setattr(self, name, getattr(given, name))
-        for name in ("min_batch_size", "max_batch_size", "batching_timeout"):
-            setattr(self, f"_{name}", getattr(given, name))
-        self._batching_lock = threading.Lock()
-        self._batch_queue: list[Any] = []  # both stay empty: TorchRL's queue is for engines that do not batch
-        self._futures: list[Any] = []
         self.generate_kwargs, self.num_samples = dict(given.generate_kwargs or {}), given.num_samples
         _, self.num_samples = self._sampled({})
         if self.num_samples is not None and given.inplace in (True, "empty"):

@@ -53,8 +53,6 @@ class WrapperSettings:
         chat_template_name, chat_template: for history mode.
         return_log_probs: whether to return log-probabilities; None means True.
         history_key, text_key, tokens_key, masks_key, log_probs_key: keys of the outputs.
-        batching, min_batch_size, max_batch_size, batching_timeout: checked as in TorchRL, but unused, because servers
-            batch their requests.
         prefer_tokens: in history mode, use tokens that the input already has instead of applying the template.
 
     Raises:
@@ -80,10 +78,6 @@ class WrapperSettings:
     tokens_key: NestedKey = "tokens"
     masks_key: NestedKey = "masks"
     log_probs_key: NestedKey = "log_probs"
-    batching: bool | None = None
-    min_batch_size: int | None = None
-    max_batch_size: int | None = None
-    batching_timeout: float = 10.0
     prefer_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -104,14 +98,6 @@ class WrapperSettings:
             raise ConfigError(f"{what} needs a tokenizer", hint="pass tokenizer=")
         if self.input_key is None:
             self.input_key = (self.input_mode, "prompt")
-        least, most = self.min_batch_size, self.max_batch_size
-        if self.batching is False and (least, most) != (None, None):
-            what = f"batching is False, and min_batch_size is {least}, max_batch_size {most}"
-            raise ConfigError(what, expected="None")
-        if least is not None and most is not None and least > most:
-            raise ConfigError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
-        if self.batching and least is None:
-            self.min_batch_size = 1
 
     @property
     def padding_value(self) -> int | None:
