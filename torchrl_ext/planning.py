@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
@@ -25,33 +24,27 @@ class Decision:
 
 
 _FULL, _DELTA = "update_weight_mode=full update_weight_transport=", "update_weight_mode=delta update_weight_transport="
+_EXTERNAL = "rollout_external_engine_addrs"
 
-DECISIONS: Mapping[str, Decision] = MappingProxyType(
-    {
-        "external": Decision(
-            "other people start the engines, and the job only connects to them", "rollout_external_engine_addrs"
-        ),
-        "topology": Decision(
-            "the job launches engines, with prefill/decode pools, several models, different groups or overrides",
-            "vllm_config",
-        ),
-        "group": Decision("trainer and engines can form a process group", _FULL + "nccl"),
-        "shards": Decision(
-            "they can, and the trainer is sharded: each rank sends a worker only the slices that it needs",
-            _FULL + "sharded",
-        ),
-        "path": Decision("trainer and engines cannot form a process group, but see the same path", _FULL + "disk"),
-        "heavy": Decision("full checkpoints are too heavy, across clusters or datacenters", _DELTA + "disk"),
-        "stack": Decision(
-            "engines have another environment, or devices of another model or vendor",
-            "rollout_external_engine_addrs update_weight_transport=disk",
-        ),
-        "validate": Decision("you want to test the delta's coding and loading inside one datacenter", _DELTA + "nccl"),
-        "frozen": Decision(
-            "frozen reference, reward or tool models are served too", "vllm_config with update_weights: false"
-        ),
-    }
-)
+DECISIONS = {
+    "external": Decision("other people start the engines, and the job only connects to them", _EXTERNAL),
+    "topology": Decision(
+        "the job launches engines, with prefill/decode pools, several models, different groups or overrides",
+        "vllm_config",
+    ),
+    "group": Decision("trainer and engines can form a process group", _FULL + "nccl"),
+    "shards": Decision("they can, and each rank of a sharded trainer sends slices", _FULL + "sharded"),
+    "path": Decision("trainer and engines cannot form a process group, but see the same path", _FULL + "disk"),
+    "heavy": Decision("full checkpoints are too heavy, across clusters or datacenters", _DELTA + "disk"),
+    "stack": Decision(
+        "engines have another environment, or devices of another model or vendor",
+        _EXTERNAL + " update_weight_transport=disk",
+    ),
+    "validate": Decision("you want to test the delta's coding and loading inside one datacenter", _DELTA + "nccl"),
+    "frozen": Decision(
+        "frozen reference, reward or tool models are served too", "vllm_config with update_weights: false"
+    ),
+}
 """The table's rows by short name, in the guides' order; ``shards`` is our addition."""
 
 _ROWS = {
@@ -72,13 +65,11 @@ class Facts:
     """What the choice depends on in a deployment; each field's ``metadata["help"]`` explains it.
 
     Raises:
-        ConfigError: a value or a combination of values is impossible.
+        ConfigError: a number is not positive.
     """
 
-    parameters: int = _fact(8_000_000_000, "elements of the model")
-    bytes_per_parameter: float = _fact(2.0, "2 for bfloat16")
-    trainer_ranks: int = _fact(1, "trainer ranks among which the weights are sharded; 1 if one rank holds them all")
-    regions: int = _fact(1, "regions with engines, the trainer's included")
+    parameters: float = _fact(8_000_000_000, "elements of the model, which has two bytes for each")
+    trainer_ranks: float = _fact(1, "trainer ranks among which the weights are sharded; 1 if one rank holds them all")
     topology: bool = _fact(False, "the job starts engines: pools, several models, different groups or overrides")
     frozen_models: bool = _fact(False, "reference, reward or tool models are served beside the policy")
     colocated: bool = _fact(False, "trainer and engines share their devices")
@@ -91,16 +82,10 @@ class Facts:
     interval_s: float = _fact(60.0, "seconds from one update to the next")
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.type == "int" and (type(value) is not int or value < 1):
-                raise ConfigError(f"{one.name} is {value!r}", expected="a whole number of at least 1")
-            if one.type == "float" and not 0 < value < math.inf:
-                raise ConfigError(f"{one.name} is {value!r}", expected="a positive number")
-        if self.colocated and self.regions > 1:
-            raise ConfigError("colocated engines are where the trainer is", expected="regions=1")
-        if self.colocated and self.validate_delta:
-            raise ConfigError("a delta does not go with colocated engines", expected="colocated=False")
+        for fact in fields(self):
+            value = getattr(self, fact.name)
+            if type(fact.default) in (int, float) and not 0 < value < math.inf:
+                raise ConfigError(f"{fact.name} is {value!r}", expected="a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,29 +125,25 @@ def recommend(**facts: Any) -> Recommendation:
     """
     given = Facts(**facts)
     obstacles = _obstacles(given)
-    chosen, reason = _choose(given, [name for name, why in obstacles.items() if why is None])
+    chosen, reason = _choose(given, [name for name, why in obstacles.items() if not why])
     if not chosen:
         raise ConfigError(
             f"weights cannot reach these engines: {'; '.join(f'{name}: {why}' for name, why in obstacles.items())}",
             expected="a process group, a shared path or bucket, or a device that both share",
         )
+    row = _ROWS.get(chosen)
+    point = DECISIONS[row].entry_point if row else _FULL + "nccl"
+    options: dict[str, Any] = dict(option.split("=") for option in point.split())
     transport, _, carrier = chosen.partition(" over ")
-    settings: dict[str, Any] = {}
-    wires = {"disk": "disk", "sharded": "sharded"}
-    options: dict[str, Any] = {
-        "update_weight_mode": "delta" if carrier else "full",
-        "update_weight_transport": wires.get(carrier or transport, "nccl"),
-    }
+    settings: dict[str, Any] = {"carrier": carrier} if carrier else {}
     if "disk" in (transport, carrier):
         settings["root"] = options["update_weight_disk_dir"] = given.shared_path
-    elif carrier:
-        settings["carrier"] = carrier
-    if carrier:
-        settings["encoding"] = options["update_weight_encoding"] = "indices" if given.validate_delta else "auto"
     if given.colocated:
         options["colocate"] = True
+    if given.validate_delta:
+        settings["encoding"] = options["update_weight_encoding"] = "indices"
     applies = {
-        _ROWS.get(chosen): True,
+        row: True,
         "topology" if given.topology else "external": True,
         "frozen": given.frozen_models,
         "stack": not given.same_stack,
@@ -182,42 +163,38 @@ def _choose(facts: Facts, possible: list[str]) -> tuple[str, str]:
     """Return the name of the route and the reason; an empty name if none is possible."""
     full = next((name for name in possible if " over " not in name), "")
     delta = next((name for name in possible if " over " in name), "")
-    speed = facts.network_bytes_s if full == "collective" else facts.path_bytes_s
-    seconds = facts.parameters * facts.bytes_per_parameter / speed
     if facts.validate_delta:
         return delta, "the plainest encoding over a group needs no shared path and is the easiest to inspect"
     if full == "ipc":
         return full, "trainer and engines share their devices: weights go from memory to memory"
-    if full and (seconds <= _HEAVY * facts.interval_s or not delta):
+    if not full:
+        return delta, "full versions have no route here"
+    seconds = 2 * facts.parameters / (facts.network_bytes_s if full == "collective" else facts.path_bytes_s)
+    if seconds <= _HEAVY * facts.interval_s or not delta:
         return full, f"the simplest route that the facts allow; its bytes take {seconds:,.3g} s"
-    if full:
-        heavy = f"{seconds:,.3g} s of the {facts.interval_s:g} s between two updates"
-        if "sharded" in possible:
-            return "sharded", f"one rank's broadcast is too heavy ({heavy}), and every rank can send its own slices"
-        return delta, f"full versions are too heavy: {heavy}"
-    return delta, "full versions have no route here"
+    heavy = f"full versions are too heavy: {seconds:,.3g} s of the {facts.interval_s:g} s between two updates"
+    if "sharded" in possible:
+        return "sharded", f"{heavy}; every rank can send its own slices"
+    return delta, heavy
 
 
-def _obstacles(facts: Facts) -> dict[str, str | None]:
-    """Return every route, simplest first, and why the facts rule it out; None if they do not."""
-    group = files = None
+def _obstacles(facts: Facts) -> dict[str, str]:
+    """Return every route, simplest first, and why the facts rule it out; empty if they do not."""
+    group, memory = "", "" if facts.colocated else "trainer and engines share no device"
     if facts.colocated:
         group = "two processes on one device cannot be ranks of one group"
     elif not facts.group:
         group = "trainer and engines cannot form a process group"
     elif not facts.same_stack:
         group = "a group needs compatible devices and libraries at both ends"
-    elif facts.regions > 1:
-        group = "a group does not reach over regions"
-    if facts.shared_path is None:
-        files = "trainer and engines share no path"
+    files = "" if facts.shared_path else "trainer and engines share no path"
     store = "://" in (facts.shared_path or "").removeprefix("file://")
-    bucket = "full versions are checkpoint directories, and an object store has none" if store else None
-    no_delta = "memory handles would not become smaller by a delta" if facts.colocated else None
-    validated = "a delta over a group is to be tested" if facts.validate_delta else None
-    one = "the trainer has one rank, which holds all that is to be sent" if facts.trainer_ranks == 1 else None
+    bucket = "full versions are checkpoint directories, and an object store has none" if store else ""
+    no_delta = "memory handles would not become smaller by a delta" if facts.colocated else ""
+    validated = "a delta over a group is to be tested" if facts.validate_delta else ""
+    one = "the trainer has one rank, which holds all that is to be sent" if facts.trainer_ranks == 1 else ""
     return {
-        "ipc": validated or (None if facts.colocated else "trainer and engines share no device"),
+        "ipc": validated or memory,
         "collective": group or validated,
         "sharded": group or validated or one,
         "disk": validated or files or bucket,
