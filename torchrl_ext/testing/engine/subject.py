@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 import torchrl_ext as tx
@@ -106,19 +105,6 @@ class Subject:
         """The name of the embedding that is the output head, too; "" if none is."""
         names = () if any("lm_head" in name for name in self.start) else self.start
         return next((name for name in names if name.endswith("embed_tokens.weight")), "")
-
-    def swapped_experts(self, *, routers: bool) -> Tensors:
-        """Return the start weights with experts 0 and 1 of each layer swapped; {} without experts."""
-        blocks = {name.partition(".experts.0.")[0] for name in self.start if ".experts.0." in name}
-        found = dict(self.start)
-        for name, tensor in self.start.items():
-            block, _, rest = name.partition(".experts.0.")
-            if rest:
-                other = f"{block}.experts.1.{rest}"
-                found[name], found[other] = self.start[other], tensor
-            elif routers and name.partition(".gate.")[0] in blocks:
-                found[name] = torch.cat((tensor[1:2], tensor[:1], tensor[2:]))
-        return found if blocks else {}
 
     # updates
 

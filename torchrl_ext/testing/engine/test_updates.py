@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import takewhile
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from torchrl_ext.testing.engine.subject import Outputs, Subject, Tensors
 from torchrl_ext.types import label_number
 
 _GROUPS, _GROUPS_ALONE = 8, 64  # updates of the case of every tensor, with transformers beside it and without
-_TOKENS, _TRIES = 96, 4
 
 
 @pytest.fixture(scope="module")
@@ -124,19 +120,6 @@ def test_nan(engine: Subject) -> None:
     engine.restore()
 
 
-def test_experts(engine: Subject) -> None:
-    """Experts that change places change the outputs, and do not if their router follows."""
-    alone, together = engine.swapped_experts(routers=False), engine.swapped_experts(routers=True)
-    if not alone:
-        pytest.skip("not applicable: the checkpoint lists no experts")
-    engine.sender.update_weights(alone)
-    assert engine.off(engine.cold) > engine.visible, "two experts of each layer change places, and no output changes"
-    engine.assert_computes(alone)
-    engine.sender.update_weights(together)
-    off = engine.off(engine.cold)
-    assert off <= engine.bound, f"with their router, experts that changed places move outputs by {off:.2g} nats"
-
-
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(engine: Subject, level: int) -> None:
     """An update wakes an engine that sleeps, and it serves the update."""
@@ -186,40 +169,6 @@ def test_two_trainers(engine: Subject) -> None:
         except EngineError:
             engine.assert_consistent(*expected)
         serves(second, two, expected[1])
-
-
-def test_requests_in_flight(engine: Subject) -> None:
-    """Each token of a request that runs across an update comes from one version, none after a newer one."""
-    client, other = tx.InferenceClient.connect(engine.url), engine.other(10)
-    sampling: dict[str, Any] = {"max_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
-    last = engine.vocabulary - 1  # SGLang 0.5.23 scores token 0 in its place
-    with ThreadPoolExecutor(len(engine.prompts)) as pool:
-        for _ in range(_TRIES):
-            running = [pool.submit(client.generate, [prompt], **sampling) for prompt in engine.prompts]
-            engine.sender.update_weights(other)
-            found = [one for future in running for one in future.result()]
-            pairs = [zip(one.token_ids, one.logprobs, strict=True) for one in found]
-            known = [[*takewhile(lambda pair: pair[0] != last, one)] for one in pairs]
-            whole = [[*prompt, *(token for token, _ in one)] for prompt, one in zip(engine.prompts, known, strict=True)]
-            newer = engine.client.logprobs(whole)
-            engine.restore()
-            older = engine.client.logprobs(whole)
-            rows = zip([tuple(value for _, value in one) for one in known], older, newer, strict=True)
-            if any([_crossed(own, old, new, engine.bound) for own, old, new in rows]):  # all of them are judged
-                return
-    pytest.skip("not applicable: no request was at work when the update came")
-
-
-def _crossed(found: tuple[float, ...], older: list[float], newer: list[float], bound: float) -> bool:
-    """Return whether a request has tokens of both versions; fail if a token is of neither, or older than its last.
-
-    ``found`` has the log-probabilities of its tokens; ``older`` and ``newer`` begin with those of its prompt.
-    """
-    told = len(older) - len(found)
-    old, new = ([abs(a - b) <= bound for a, b in zip(found, row[told:], strict=True)] for row in (older, newer))
-    first = next((at for at, fits in enumerate(old) if not fits), len(old))
-    assert all(new[first:]), f"token {first + new[first:].index(False)} of a request across an update is of no version"
-    return 0 < first < len(old)
 
 
 @pytest.mark.parametrize("what", ["name", "shape"])
