@@ -142,6 +142,7 @@ def test_input_that_cannot_work_is_refused_before_anything_is_sent(server, clien
         ({"concurrency_per_engine": -1}, "'-1'"),
         ({"server_urls": ["a:1", "a:1/"]}, "twice"),
         ({"kind": "pigeon"}, "pigeon"),
+        ({"server_urls": ["a:1", "host:1"]}, "the others would get no requests"),
     ):
         with pytest.raises(ConfigError, match=words):
             RemoteInferenceClient(**{"proxy_url": "host:1", "server_urls": ["a:1", "b:1"], **settings})

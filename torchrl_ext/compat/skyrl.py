@@ -58,11 +58,8 @@ class RemoteInferenceClient:
     A call for tokens or text is retried until its deadline, unless an engine refuses the request. It raises
     EngineUnreachableError, EngineRefusedError or DeadlineError if no usable answer arrives.
 
-    A control call goes to all engines at the same time, and returns ``{url: {"status", "body"}}``. It waits for every
-    engine and may raise
-
-    * EngineError: the call failed on an engine; of several engines, each has a row;
-    * ConfigError: the address of an engine is a router's.
+    A control call goes to all engines at the same time, waits for every one, and returns ``{url: {"status", "body"}}``.
+    It raises EngineError if it failed on an engine (of several, each has a row), ConfigError if one is a router.
 
     The four steps of an update use vLLM's own routes; the caller provides what the trainer's transport says.
 
@@ -92,8 +89,6 @@ class RemoteInferenceClient:
     concurrency_per_engine: int | None = None
     timeout_s: float = 1800.0
     control_timeout_s: float = 600.0
-    _requests: Requests = field(init=False, repr=False, compare=False)
-    _text: Requests = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = self.concurrency_per_engine
@@ -103,6 +98,9 @@ class RemoteInferenceClient:
             raise ConfigError(f"{name} is {limit!r}", expected="a whole number, at least 0")
         self.server_urls = tuple(normalise_urls(self.server_urls))
         (self.proxy_url,) = proxy = targets([self.proxy_url], self.kind)
+        if self.proxy_url in self.server_urls and len(self.server_urls) > 1:
+            what = f"proxy_url {self.proxy_url} is one of several server_urls, so that the others would get no requests"
+            raise ConfigError(what, expected="the address of the router in front of them")
         how: dict[str, Any] = {"api_key": self.api_key, "persistent": True}
         self._requests = self._text = Requests(proxy, limit=int(limit) * len(self.server_urls), **how)
         if self.kind == "sglang":
@@ -110,29 +108,18 @@ class RemoteInferenceClient:
 
     @classmethod
     def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
-        """Return a client for the router of ``routing`` and every engine behind it.
-
-        Args:
-            settings: further fields of the class.
-
-        Raises:
-            ConfigError: there is no engine.
-        """
+        """Return a client for the router of ``routing`` and every engine behind it; ConfigError if there is none."""
         if not routing.engines:
             raise ConfigError(f"no engine is registered at router {routing.url}")
         urls, kind = tuple(info.url for info in routing.engines), routing.engines[0].kind
         return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
 
     def fleet(self, **settings: Any) -> Pool:
-        """Return a client with which `WeightSender` runs whole updates on every engine.
-
-        Args:
-            settings: arguments of `torchrl_ext.connect`.
-        """
+        """Return `torchrl_ext.connect` of every engine, with which `WeightSender` runs whole updates."""
         return connect(*self.server_urls, api_key=self.api_key, **settings)
 
     def run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Await a call of this client from synchronous code: ``client.run(client.pause())``.
+        """Await a call of this client from synchronous code, ``client.run(client.pause())``.
 
         Raises:
             ConfigError: called from a coroutine that `run` awaits, which would be a deadlock.
@@ -145,7 +132,7 @@ class RemoteInferenceClient:
         self._text.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return functools.partial(type(self), **given), ()
 
     # tokens
@@ -177,14 +164,12 @@ class RemoteInferenceClient:
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
         rows = enumerate(zip(prompts, sessions, strict=True))
         found = await self._generated([self._request(prompt, i, sampling, one, model) for i, (prompt, one) in rows])
-        texts = None
-        if self.tokenizer is not None or self.kind != "embedded":
-            texts = await self.detokenize([one.token_ids for one in found])
+        has_text = self.tokenizer is not None or self.kind != "embedded"
         return {
-            "responses": texts,
+            "responses": await self.detokenize([one.token_ids for one in found]) if has_text else None,
             "response_ids": [list(one.token_ids) for one in found],
             "stop_reasons": [one.finish_reason for one in found],
-            "response_logprobs": (None if sampling.get("logprobs") is None else [list(one.logprobs) for one in found]),
+            "response_logprobs": None if sampling.get("logprobs") is None else [list(one.logprobs) for one in found],
             "weight_versions": [one.token_versions() for one in found],
         }
 
@@ -223,28 +208,28 @@ class RemoteInferenceClient:
         Returns:
             The engine's answer; one that a pause ended has the finish reason ``"abort"``.
         """
-        return await self._forwarded("/v1/chat/completions", request_payload)
+        return await self._post(self._requests, "/v1/chat/completions", request_payload.get("json"))
 
     async def completion(self, request_payload: Mapping[str, Any]) -> Info:
         """Request a text completion over ``/v1/completions``; otherwise like `chat_completion`."""
-        return await self._forwarded("/v1/completions", request_payload)
+        return await self._post(self._requests, "/v1/completions", request_payload.get("json"))
 
     async def render(self, request_payload: Mapping[str, Any]) -> Any:
         """Return vLLM's rendering of a chat, with its token ids; the payload is as for `chat_completion`."""
-        return await self._forwarded("/v1/chat/completions/render", request_payload)
+        return await self._post(self._requests, "/v1/chat/completions/render", request_payload.get("json"))
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text, from `tokenizer` or else from an engine."""
         if self.tokenizer is not None:
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
         bodies = [{"prompt": one, "add_special_tokens": add_special_tokens} for one in texts]
-        return [answer["tokens"] for answer in await self._converted("/tokenize", bodies)]
+        return [answer["tokens"] for answer in await each([self._post(self._text, "/tokenize", one) for one in bodies])]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each list of token ids, from `tokenizer` or else from an engine."""
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
-        answers = await self._converted("/detokenize", [{"tokens": list(ids)} for ids in token_ids])
+        answers = await each([self._post(self._text, "/detokenize", {"tokens": list(ids)}) for ids in token_ids])
         return [answer.get("prompt", answer.get("text")) for answer in answers]
 
     # control
@@ -274,11 +259,7 @@ class RemoteInferenceClient:
         return await self._state_after("resume", lambda engine: engine.resume())
 
     async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
-        """Make every engine release its device memory.
-
-        Args:
-            level, tags: as for `torchrl_ext.rpc.client.EngineClient.sleep`, whose errors it raises.
-        """
+        """Make every engine release its device memory; see `torchrl_ext.rpc.client.EngineClient.sleep`."""
         return await self._state_after("sleep", lambda engine: engine.sleep(level, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:
@@ -291,12 +272,7 @@ class RemoteInferenceClient:
 
     async def reset_prefix_cache(self) -> dict[str, Info]:
         """Make every engine drop its cached keys and values; running requests compute theirs again."""
-
-        def dropped(engine: Any) -> Info:
-            engine.port.drop_cached()
-            return {"status": 200, "body": {}}
-
-        return await self._everywhere("drop its cache", dropped)
+        return await self._everywhere("drop its cache", lambda engine: engine.port.drop_cached())
 
     # the steps of an update
 
@@ -307,13 +283,9 @@ class RemoteInferenceClient:
             init_info: JSON-safe mapping, or a dataclass; its ``rank_offset`` (default 1) is the first engine's.
         """
         info, sizes = _plain(init_info), await self._everywhere("tell its size", lambda one: one.info().world_size)
-        firsts = accumulate(sizes.values(), initial=info.get("rank_offset", 1))
-        offsets = dict(zip(sizes, firsts, strict=False))  # the last one is of nobody
-        return await self._step(
-            "join the transport",
-            "/init_weight_transfer_engine",
-            lambda url: {"init_info": {**info, "rank_offset": offsets[url]}},
-        )
+        firsts = accumulate((size["body"] for size in sizes.values()), initial=info.get("rank_offset", 1))
+        told = {url: {"init_info": {**info, "rank_offset": rank}} for url, rank in zip(sizes, firsts, strict=False)}
+        return await self._step("join the transport", "/init_weight_transfer_engine", told.get)
 
     async def start_weight_update(self) -> dict[str, Info]:
         """Call vLLM's ``/start_weight_update`` on every engine."""
@@ -354,43 +326,32 @@ class RemoteInferenceClient:
     async def _generated(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         return await self._requests.generations(requests, time.monotonic() + self.timeout_s)
 
-    async def _forwarded(self, route: str, payload: Mapping[str, Any]) -> Any:
-        body = dict(payload.get("json") or {})
-        session_id = body.pop("session_id", None)
-        if self.model_name is not None:
-            body.setdefault("model", self.model_name)
-        return await self._requests.post(route, body, session_id, time.monotonic() + self.timeout_s)
-
-    async def _converted(self, route: str, bodies: Sequence[Info]) -> list[Any]:
-        until, model = time.monotonic() + self.timeout_s, {"model": self.model_name} if self.model_name else {}
-        return await each([self._text.post(route, {**body, **model}, None, until) for body in bodies])
+    async def _post(self, over: Requests, route: str, given: Mapping[str, Any] | None) -> Any:
+        body = {**({} if self.model_name is None else {"model": self.model_name}), **(given or {})}
+        return await over.post(route, body, body.pop("session_id", None), time.monotonic() + self.timeout_s)
 
     async def _step(self, what: str, route: str, body: Callable[[str], Info | None]) -> dict[str, Info]:
         """Run a step of an update; ``body`` takes an address."""
-
-        def called(engine: Any) -> Info:
-            found = engine.port.http.post(route, body(engine.url), timeout_s=self.control_timeout_s)
-            return {"status": 200, "body": found}
-
-        return await self._everywhere(what, called)
+        how = {"timeout_s": self.control_timeout_s}
+        return await self._everywhere(what, lambda one: one.port.http.post(route, body(one.url), **how))
 
     async def _state_after(self, what: str, call: Callable[[Any], object], **settings: Any) -> dict[str, Info]:
         def called(engine: Any) -> Info:
             call(engine)
-            (row,) = engine.rows()
-            return {"status": 200, "body": {"status": row.state}}
+            return {"status": engine.rows()[0].state}
 
         return await self._everywhere(what, called, **settings)
 
-    async def _everywhere(self, what: str, call: Callable[[Any], _T], **settings: Any) -> dict[str, _T]:
+    async def _everywhere(self, what: str, call: Callable[[Any], Any], **settings: Any) -> dict[str, Info]:
         """Return the result of ``call`` for each engine's client, which has ``settings``, by address."""
         settings |= {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s}
 
-        def called() -> list[_T]:
+        def called() -> list[Any]:
             with Pool([engines.make(self.kind, url=url, **settings) for url in self.server_urls]) as fleet:
                 return fleet.everywhere(what, call)
 
-        return dict(zip(self.server_urls, await asyncio.to_thread(called), strict=True))
+        found = await asyncio.to_thread(called)
+        return {url: {"status": 200, "body": body or {}} for url, body in zip(self.server_urls, found, strict=True)}
 
 
 def _plain(info: Any) -> Info:
