@@ -114,33 +114,25 @@ class DiskLoads:
             WeightSyncError: the weights were not loaded; the message says whether the engine serves.
         """
         body = decoded(told, _Body, "the body")
-        path, label = body.model_path, None if body.weight_version is None else str(body.weight_version)
+        label = None if body.weight_version is None else str(body.weight_version)
         if not self._one_at_a_time.acquire(timeout=_BUSY_S):
             raise DeadlineError(f"another load has been running for {_BUSY_S:g} s", hint="wait for its answer")
         try:
             if body.load_format == "delta":
-                return f"{self._land(path, label, body.flush_cache)} is in service"
-            folder = Path(admit(path))
-            if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-                raise StoreError(f"{path} is not a checkpoint directory", state=_UNCHANGED)
+                return f"{self._land(body.model_path, label, body.flush_cache)} is in service"
+            folder = Path(admit(body.model_path))
+            if not any(folder.glob("*.safetensors")):
+                raise StoreError(f"{body.model_path} is not a checkpoint directory", state=_UNCHANGED)
             self._joined = None
-            self._replace(path, body.flush_cache, lambda: self._engine.reload(str(folder), label))
-            return f"{path} is in service"
+            self._replace(body.model_path, body.flush_cache, lambda: self._engine.reload(str(folder), label))
+            return f"{body.model_path} is in service"
         finally:
             self._one_at_a_time.release()
 
     def _land(self, path: str, label: str | None, flush: bool) -> str:
         """Stage a version while the engine serves, put it in service, and return its name."""
-        engine = self._engine
-        chain, version = _located(path)
-        try:
-            params = [meta.to_json() for meta in chain.version(version).params]
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{chain.store.url} holds no version {version}",
-                state=_UNCHANGED,
-                hint="publish every file of a version before you ask an engine to load it",
-            ) from error
+        engine, (chain, version) = self._engine, _located(path)
+        params = [meta.to_json() for meta in chain.version(version).params]
         connection = self._stage(chain, version, params)
 
         def land() -> None:
@@ -148,7 +140,7 @@ class DiskLoads:
             engine.finish(Finish(connection=connection, version=version), label)
 
         name = f"version {version} of {chain.store.url}"
-        self._replace(name, flush, land, lambda: engine.handle(Start(connection=connection)))
+        self._replace(name, flush, land, Start(connection=connection))
         self._joined = chain.store.url, params, connection
         return name
 
@@ -156,11 +148,9 @@ class DiskLoads:
         """Have the workers stage a version of a root that they join, unless they have; return their connection."""
         engine, joined, self._joined = self._engine, self._joined, None
         if joined is not None and joined[:2] == (chain.store.url, params):
-            try:
+            with suppress(Exception):  # the workers may have joined another trainer since
                 engine.handle(Prefetch(connection=joined[2], version=version))
                 return joined[2]
-            except Exception:  # the workers may have joined another trainer since
-                log.debug("the workers join %s again", chain.store.url, exc_info=True)
         connection, shared = uuid.uuid4().hex, SharedRoot(chain.store, uuid.uuid4().hex)
         try:
             info = {
@@ -178,15 +168,14 @@ class DiskLoads:
         engine.handle(Prefetch(connection=connection, version=version))
         return connection
 
-    def _replace(
-        self, what: str, flush: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None
-    ) -> None:
-        """Replace the weights in a pause; resume the engine if it served before."""
+    def _replace(self, what: str, flush: bool, land: Callable[[], None], start: Message | None = None) -> None:
+        """Replace the weights in a pause, which ``start`` opens for a version; resume an engine that served before."""
         engine, landing = self._engine, False
         serves = not engine.paused()
         try:
             engine.pause()
-            begin()
+            if start is not None:
+                engine.handle(start)
             landing = True
             land()
             if flush:
@@ -200,12 +189,9 @@ class DiskLoads:
                 with suppress(Exception):  # then it stays paused
                     engine.resume()
                     state = "the engine still serves its previous weights"
-            raise StoreError(
-                f"{why(error)}; {what} {'was not loaded' if landing else 'was not started'}",
-                expected=error.expected if isinstance(error, WeightSyncError) else None,
-                state=state,
-                hint=hint,
-            ) from error
+            expected = error.expected if isinstance(error, WeightSyncError) else None
+            what = f"{why(error)}; {what} was not {'loaded' if landing else 'started'}"
+            raise StoreError(what, expected=expected, state=state, hint=hint) from error
         if serves:
             engine.resume()
 
@@ -215,16 +201,20 @@ def _located(path: str) -> tuple[Chain, int]:
 
     Raises:
         ConfigError: this engine may not open the path.
-        StoreError: there is no version.
+        StoreError: there is no such version.
     """
     given = Path(admit(path))
     version = version_number(given.name)
-    if version is None and not given.is_dir():
-        raise StoreError(f"{path} is not a directory", state=_UNCHANGED)
     chain = Chain(open_store(given if version is None else Path(admit(str(given.parent)))))
     version = chain.latest() if version is None else version
-    if not version:
-        raise StoreError(f"{path} holds no version", state=_UNCHANGED)
+    try:
+        chain.version(version)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{chain.store.url} holds no version{f' {version}' if version else ''}",
+            state=_UNCHANGED,
+            hint="publish every file of a version before you ask an engine to load it",
+        ) from error
     return chain, version
 
 
@@ -243,12 +233,7 @@ def _needs_base(chain: Chain) -> bool:
 def handler(
     load: Callable[[Any], str], read: Callable[[Request], Awaitable[Any]]
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """Return the route's handler.
-
-    Args:
-        load: as `DiskLoads.load`.
-        read: returns the body of a request.
-    """
+    """Return the route's handler, which reads a request's body by ``read`` and calls ``load``: see `answered`."""
     from starlette.responses import JSONResponse  # of the servers that have such routes
 
     async def handle(request: Request) -> JSONResponse:
@@ -270,7 +255,6 @@ async def answered(load: Callable[[Any], str], reading: Awaitable[Any]) -> Info:
         message, success = await asyncio.wrap_future(in_thread(lambda: load(body), "torchrl_ext")), True
     except Exception as error:  # the caller gets it, whatever it is
         log.error("a caller's load failed", exc_info=error)
-        # half of a surrogate pair, which JSON can name, could not be encoded
         message, success = str(error if isinstance(error, WeightSyncError) else why(error)), False
-        message = message.encode("utf-8", "replace").decode()
+        message = message.encode("utf-8", "replace").decode()  # JSON can name half of a surrogate pair
     return {"success": success, "message": message, "num_paused_requests": 0}
