@@ -10,7 +10,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,16 +27,11 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.codecs.units import units
-from torchrl_ext.stores import Chain
-from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.stores.delta_manifest import BLOCKS
 from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.transports.delta.broadcast import KeptTensors
+from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.containers import BlockFiles, code
-from torchrl_ext.versions.owned import FlatCopies, Owned
-from torchrl_ext.versions.writer import ChainWriter
-from torchrl_ext.weights.source import MappingSource
+from torchrl_ext.versions.owned import FlatCopies
 
 __all__ = ["OURS", "OTHERS", "changes", "compare", "measure"]
 
@@ -48,13 +45,7 @@ Layout = tuple[Callable[[str, Tensor, Tensor], Any], Callable[[list[Any]], int]]
 
 
 def measure(size: str, densities: Sequence[float], repeats: int) -> Info:
-    """Measure changes of each density.
-
-    Args:
-        size: of `SIZES`.
-        densities: shares of the elements that change, 0 to 1.
-        repeats: rounds.
-    """
+    """Return what `compare` finds, by density: shares of the elements that change, 0 to 1; ``size`` is of `SIZES`."""
     found: Info = {"size": size, "threads": worker_threads(), "torch": torch.__version__}
     return found | {f"{density:.1%}": compare(synthetic_pair(SIZES[size], density), repeats) for density in densities}
 
@@ -135,12 +126,8 @@ def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> 
 
 
 def _published_bytes(pair: Pair, encoding: str) -> int:
-    """Return the bytes of a delta's files: with the manifest, where the files are ours."""
-    store = MemoryStore()
-    owned = Owned(make_codec(encoding), KeptTensors())
-    writer = ChainWriter(store, Chain(store), "0" * 32, owned, keyframe_every=0, base=None, keep_files=True)
-    writer.publish(MappingSource({name: old for name, old, _ in pair}), 1)
-    writer.acknowledge()
-    delta = writer.publish(MappingSource({name: new for name, _, new in pair}), 2)
-    assert delta is not None
-    return sum(delta.files.values()) + (len(delta.to_bytes()) if delta.container == BLOCKS else 0)
+    """Return the bytes of a published delta's files, its manifest among them."""
+    with TemporaryDirectory() as root, DeltaTransport(root, encoding=encoding, keyframe_every=0) as transport:
+        transport.send_weights({name: old for name, old, _ in pair})
+        transport.send_weights({name: new for name, _, new in pair})
+        return sum(file.stat().st_size for file in Path(root, "weight_v000002").iterdir())

@@ -7,7 +7,7 @@ bytes; that of shared memory is ``copy_`` of every tensor within one process; th
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import shutil
 import tempfile
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
 from torchrl_ext.bench.runner import ratio, rounds
@@ -51,22 +52,16 @@ def measure(size: str, repeats: int, folder: Path | None) -> Info:
         JSON-safe: ``seconds`` and ``gb_per_s`` by way, and a ratio for each pair (above 1 the transport is faster).
 
     Raises:
-        TransportError: the worker process failed, or holds other weights than were sent.
+        TransportError: a process failed, or the worker holds other weights than were sent.
     """
-    shapes, context = SIZES[size], multiprocessing.get_context("spawn")
-    total, (pipe, theirs) = shapes_bytes(shapes), context.Pipe()
+    shapes = SIZES[size]
+    total = shapes_bytes(shapes)
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=folder) as root:
-        meeting = {"ports": (free_port(), free_port()), "channel": uuid.uuid4().hex, "root": root, "repeats": repeats}
-        worker = context.Process(target=_moved, args=(1, shapes, meeting, theirs), daemon=True)
-        worker.start()
-        theirs.close()
         try:
-            taken = _moved(0, shapes, meeting, pipe)
-        except EOFError:
-            raise TransportError("the worker process ended; the reason is above") from None
-        finally:
-            worker.terminate()
-            worker.join()
+            spawn(_take_part, (shapes, repeats, (free_port(), free_port()), uuid.uuid4().hex, Path(root)), nprocs=2)
+        except ProcessException as error:
+            raise TransportError(f"a process of the measurement failed: {error}") from None
+        taken = json.loads(Path(root, "taken.json").read_text())
     return {
         "size": size,
         "cores": os.cpu_count(),
@@ -79,23 +74,21 @@ def measure(size: str, repeats: int, folder: Path | None) -> Info:
     }
 
 
-def _moved(rank: int, shapes: Shapes, meeting: Info, pipe: Any) -> dict[str, list[float]]:
-    """Take part in all ways, and return what they take: rank 0 holds ones and sends them to rank 1, which holds zeros.
+def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], channel: str, root: Path) -> None:
+    """Take part in all ways: rank 0 holds ones, sends them to rank 1, which holds zeros, and writes what they take.
 
     Both go through the same ways in the same order. Those that need no worker are nothing on rank 1.
     """
     source, target = (
         {name: torch.full(shape, value, dtype=torch.bfloat16) for name, shape in shapes.items()} for value in (1, 0)
     )
-    flat, root = torch.empty(shapes_bytes(shapes), dtype=torch.uint8), Path(meeting["root"])
-    port, other = meeting["ports"]
-    longest, torch_dist = timedelta(seconds=TIMEOUT_S), dist  # type: Any, Any
+    flat, waits = torch.empty(shapes_bytes(shapes), dtype=torch.uint8), timedelta(seconds=TIMEOUT_S)
+    gloo: Any = dist  # a group of its own: with a default group both processes would be ranks of one trainer
+    group = gloo.ProcessGroupGloo(gloo.TCPStore("127.0.0.1", ports[0], 2, rank == 0, waits), rank, 2, waits)
     with (
-        IPCTransport(meeting["channel"], timeout_s=TIMEOUT_S) as ipc,
-        VLLMCollectiveTransport("127.0.0.1", port, rank, 2, "cpu", timeout_s=TIMEOUT_S) as collective,
+        IPCTransport(channel, timeout_s=TIMEOUT_S) as ipc,
+        VLLMCollectiveTransport("127.0.0.1", ports[1], rank, 2, "cpu", timeout_s=TIMEOUT_S) as collective,
     ):
-        store = torch_dist.TCPStore("127.0.0.1", other, 2, rank == 0, longest)
-        group = torch_dist.ProcessGroupGloo(store, rank, 2, longest)
         collective.init_all_workers_group({})
 
         def move(transport: Any) -> None:
@@ -105,14 +98,9 @@ def _moved(rank: int, shapes: Shapes, meeting: Info, pipe: Any) -> dict[str, lis
                 raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
 
         def together(way: Callable[[], object]) -> None:  # the worker sleeps until then: waiting takes a core
-            if rank == 0:
-                pipe.send(True)
-                way()
-                _answer(pipe)
-            else:
-                _answer(pipe)
-                way()
-                pipe.send(True)
+            group.barrier().wait()
+            way()
+            group.barrier().wait()
 
         def copy() -> None:
             for name, tensor in source.items():
@@ -135,16 +123,8 @@ def _moved(rank: int, shapes: Shapes, meeting: Info, pipe: Any) -> dict[str, lis
             "ipc": partial(together, partial(move, ipc)),
             **(alone if rank == 0 else dict.fromkeys(alone, lambda: None)),
         }
-        taken = rounds(ways, meeting["repeats"])
-    if rank:
-        pipe.send(all(bool((tensor == 1).all()) for tensor in target.values()))
-    elif not _answer(pipe):
+        taken = rounds(ways, repeats)
+    if rank == 0:
+        (root / "taken.json").write_text(json.dumps(taken))
+    elif not all(bool((tensor == 1).all()) for tensor in target.values()):
         raise TransportError("the worker process holds other weights than were sent")
-    return taken
-
-
-def _answer(pipe: Any) -> Any:
-    """Return what the other process sends."""
-    if not pipe.poll(TIMEOUT_S):
-        raise TransportError(f"the other process did not answer within {TIMEOUT_S:g} s")
-    return pipe.recv()

@@ -26,16 +26,12 @@ def transport(
     repeats: Repeats = 7,
     folder: Annotated[
         Path | None,
-        typer.Option(
-            "--dir", exists=True, file_okay=False, help="Where files are written. Default: the temporary directory."
-        ),
+        typer.Option("--dir", exists=True, file_okay=False, help="Where files are written, if not in /tmp."),
     ] = None,
 ) -> int:
     """Measure full updates by collective, ipc and disk, beside the plainest ways to move the same bytes.
 
-    Examples:
-    * `torchrl-ext bench transport`
-    * `torchrl-ext bench transport --size small`
+    Example: `torchrl-ext bench transport --size small`
     """
     from torchrl_ext.bench.transport import measure
 
@@ -52,9 +48,7 @@ def delta(
 ) -> int:
     """Measure size and speed of encodings, beside a copy, xor with zstd, and int32 with bf16.
 
-    Examples:
-    * `torchrl-ext bench delta`
-    * `torchrl-ext bench delta --density 0.01 --density 0.03`
+    Example: `torchrl-ext bench delta --density 0.01 --density 0.03`
     """
     from torchrl_ext.bench.delta import measure
 
