@@ -11,7 +11,7 @@ from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import COMMAND
 from tests.terminals import on_terminal
 from torchrl_ext.cli.main import main
-from torchrl_ext.cli.watch import Watch
+from torchrl_ext.cli.watch import looks
 from torchrl_ext.serving.processes import free_port
 
 
@@ -23,9 +23,8 @@ def engine(tmp_path_factory):
 
 def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleeps(engine, tmp_path):
     absent = f"127.0.0.1:{free_port()}"
-    watch = Watch([engine.url, absent, str(tmp_path)], api_key=None, timeout_s=5.0, versions=8)
-    looks = watch.looks(0.05, None)
-    (first, gone), (root,) = next(looks)
+    seen = looks([engine.url, absent, str(tmp_path)], 0.05)
+    (first, gone), (root,) = next(seen)
     assert (first.state, first.version, first.lag) == ("serving", "default", None)
     assert gone.state == "unreachable" and absent in gone.error
 
@@ -35,7 +34,7 @@ def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleep
     with torch.no_grad():
         next(model.parameters())[0, :8] += 1
     assert sender.update_weights(model).verified
-    (first, gone), (root,) = next(looks)
+    (first, gone), (root,) = next(seen)
     assert (first.state, first.version, first.lag) == ("serving", "2", 0)
     newest, oldest = root["versions"][-1], root["versions"][0]
     assert root["latest"] == 2 and oldest["keyframe_bytes"] > newest["bytes"] > 0
@@ -44,25 +43,23 @@ def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleep
     other = tx.make_transport("disk", root=tmp_path / "other")
     other.send_weights("policy", {"w": torch.ones(3)})
     other.shutdown()
-    elsewhere = Watch([engine.url, str(tmp_path / "other")], api_key=None, timeout_s=5.0, versions=8)
-    ((one,), _) = next(elsewhere.looks(0.05, 1))
+    ((one,), _) = next(looks([engine.url, str(tmp_path / "other")], 0.05))
     assert one.lag == -1
-    elsewhere.close()
 
     client = tx.make_engine("embedded", url=engine.url)
     client.sleep(1)
-    assert next(looks)[0][0].state == "asleep"
+    assert next(seen)[0][0].state == "asleep"
     client.wake_up()
     client.pause()
-    next(looks)
-    (first, gone), _ = next(looks)
+    next(seen)
+    (first, gone), _ = next(seen)
     assert first.state == "paused" and first.pause_s > 0
     client.resume()
-    (first, gone), _ = next(looks)
+    (first, gone), _ = next(seen)
     assert first.state == "serving" and first.pause_s > 0
     sender.shutdown()
     client.close()
-    watch.close()
+    seen.close()
 
 
 def test_it_prints_one_document_or_tables(engine, tmp_path, capsys):
@@ -93,8 +90,7 @@ def test_a_terminal_of_80_columns_shows_whole_addresses(engine, tmp_path):
 def test_a_directory_without_a_slash_is_a_root(tmp_path, monkeypatch):
     (tmp_path / "feat").mkdir()
     monkeypatch.chdir(tmp_path)
-    watch = Watch(["feat", "127.0.0.1:1"], api_key=None, timeout_s=5.0, versions=8)
-    engines, roots = next(watch.looks(0.05, 1))
+    engines, roots = next(looks(["feat", "127.0.0.1:1"], 0.05))
     assert [root["root"] for root in roots] == ["feat"] and [one.engine for one in engines] == ["127.0.0.1:1"]
 
 
