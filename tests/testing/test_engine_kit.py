@@ -113,36 +113,26 @@ def parts_lost(old, new, fake):
     return old if 0 < len(changed) < len(new) - 1 else new
 
 
-def scribbles(fake):
-    """In its pause it serves, and half of its weights are gone."""
+def half_until_resumed(fake):
+    """It serves in its pause, in which half of its weights are gone until it is resumed."""
+    resume, second = fake._routes["POST /resume"], list(fake.tensors)[len(fake.tensors) // 2 :]
+    loaded = {}
 
     def pause(asked):
-        for tensor in list(fake.tensors.values())[::2]:
-            tensor.zero_()
-
-    fake.answers["POST /pause"] = pause
-    fake.answers["POST /collective_rpc"] = lambda asked: fake._reload(asked["kwargs"]["weights_path"], 1)
-    fake._refuse_busy = lambda: None
-
-
-def half_until_resumed(fake):
-    """It serves in its pause, and loads the second half when it is resumed."""
-    resume, second = fake._routes["POST /resume"], {}
+        for name in second:
+            fake.tensors[name].zero_()
 
     def load(asked):
-        loaded = dict(CheckpointSource(asked["kwargs"]["weights_path"]))
-        for place, (name, tensor) in enumerate(loaded.items()):
-            if place < len(loaded) // 2:
-                fake.tensors[name].copy_(tensor)
-            else:
-                second[name] = tensor
+        loaded.update(CheckpointSource(asked["kwargs"]["weights_path"]))
+        for name in loaded.keys() - second:
+            fake.tensors[name].copy_(loaded[name])
 
     def resumed(asked):
-        for name, tensor in second.items():
-            fake.tensors[name].copy_(tensor)
+        for name in loaded.keys() & second:
+            fake.tensors[name].copy_(loaded[name])
         return resume(asked)
 
-    fake.answers |= {"POST /pause": lambda asked: None, "POST /collective_rpc": load, "POST /resume": resumed}
+    fake.answers |= {"POST /pause": pause, "POST /collective_rpc": load, "POST /resume": resumed}
 
 
 def loads(fake, check):
@@ -206,7 +196,7 @@ SABOTEURS = {
     "loses parts": ("partial", {"sabotage": parts_lost}),
     "takes NaN for zero": ("nan", {"sabotage": nan_as_zero}),
     "loses what it loads asleep": ("sleep", {"sabotage": asleep_lost}),
-    "serves half when its trainer is killed": ("killed", {"change": scribbles}),
+    "serves half when its trainer is killed": ("killed", {"change": half_until_resumed}),
     "serves half when its trainer raises": ("raises", {"change": half_until_resumed}),
     "drops unknown names": ("name", {"change": partial(loads, check=False)}),
     "obeys one trainer": ("two trainers", {"change": one_trainer}),

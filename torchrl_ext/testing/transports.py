@@ -47,12 +47,12 @@ from torchrl_ext.registry import transports
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.local import ModulePort
+from torchrl_ext.testing.interrupted import Interrupted
 from torchrl_ext.transports.base import Handoff, Transport
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.source import MappingSource, as_source
+from torchrl_ext.weights.source import as_source
 
 __all__ = [
     "DTYPES",
@@ -157,25 +157,6 @@ def _copied(weights: Any) -> dict[str, Tensor]:
 def _train(policy: nn.Module) -> None:
     for parameter in policy.parameters():
         parameter.mul_(1.5)
-
-
-class _Interrupted(MappingSource):
-    """A source that calls a function after its first tensor."""
-
-    def __init__(self, weights: Any, call: Callable[[], object]) -> None:
-        super().__init__(_copied(weights))
-        self._call = call
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._interrupted(super().__iter__())
-
-    def shards(self) -> Iterator[Shard]:
-        return self._interrupted(super().shards())
-
-    def _interrupted(self, pairs: Iterator[Any]) -> Iterator[Any]:
-        yield next(pairs)
-        self._call()
-        yield from pairs
 
 
 def _break(owner: Any, path: str, patch: pytest.MonkeyPatch, fail: Callable[[], object]) -> None:
@@ -328,7 +309,7 @@ class TransportContract(ABC):
                 try:
                     if connects:
                         sender.init_all_workers_group(vllm_engine=engine)
-                    sender.update_weights(_Interrupted(policy, fail) if step == "source" else None)
+                    sender.update_weights(Interrupted(policy, fail) if step == "source" else None)
                 except WeightSyncError as error:  # the end that did not break may report first
                     assert "this step broke" in "".join(traceback.format_exception(error))
                     failed = True
@@ -436,7 +417,7 @@ class StandaloneContract(TransportContract):
 
         ends.connect(weights)
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(ends.exchange, "policy", _Interrupted(weights, wait))
+            first = pool.submit(ends.exchange, "policy", Interrupted(weights, wait))
             assert inside.wait(WAIT_S)
             with pytest.raises(ConcurrentUpdateError, match="the running send continues"):
                 ends.trainer.send_weights("policy", weights)

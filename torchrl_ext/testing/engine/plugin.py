@@ -28,9 +28,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Function, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Note the outcome of a case; a failure after it counts, too."""
     report = yield
     subject = item.config.stash.get(SUBJECT, None)
@@ -38,9 +36,8 @@ def pytest_runtest_makereport(
         return report
     rows = item.config.stash.setdefault(ROWS, {})
     if report.when == "call" or not report.passed:
-        row = rows.setdefault(item.name, {"case": item.name, "outcome": "passed", "reason": "", "seconds": 0.0})
-        row["promise"] = " ".join(item.obj.__doc__.split())  # type: ignore[attr-defined]
-        row["seconds"] = round(row["seconds"] + report.duration, 2)
+        new = {"case": item.name, "promise": item.obj.__doc__, "outcome": "passed", "reason": ""}
+        row = rows.setdefault(item.name, subject.describe() | new)
         words = "" if call.excinfo is None else str(call.excinfo.value).strip().partition("\n")[0]
         if report.skipped:
             row["outcome"], _, row["reason"] = words.partition(": ")
@@ -48,7 +45,7 @@ def pytest_runtest_makereport(
             row |= {"outcome": "failed", "reason": words}
     if report.when == "teardown" and item.config.option.results:  # now, since a later case may never end
         with open(item.config.option.results, "a") as file:
-            file.write(json.dumps({**subject.describe(), **rows[item.name]}) + "\n")
+            file.write(json.dumps(rows[item.name]) + "\n")
     return report
 
 

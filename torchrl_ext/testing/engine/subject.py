@@ -9,22 +9,23 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 from torch import Tensor
 
 import torchrl_ext as tx
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
+from torchrl_ext.errors import DeadlineError, EngineError
 from torchrl_ext.proof.known_weights import changed
 from torchrl_ext.proof.outputs import bound_of, gaps, random_prompts
 from torchrl_ext.proof.scoring import score
+from torchrl_ext.testing.interrupted import Interrupted
 from torchrl_ext.transports.base import Handoff, Update
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
-from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Outputs", "Subject", "Tensors"]
 
@@ -32,9 +33,7 @@ Outputs = list[list[float]]
 Tensors = dict[str, Tensor]
 
 _WAIT_S: Final = 60.0
-_SHORT_S: Final = 20.0  # how long an engine that may be paused has for an answer
 _VISIBLE: Final = 1e-3  # nats
-_LARGE: Final = 2 << 30  # bytes; transformers would need them once more
 
 
 class Subject:
@@ -64,7 +63,8 @@ class Subject:
     def __init__(self, url: str, kind: str, model: str, transport: str, root: str) -> None:
         self.url, self.transport, self.root = url, transport, Path(root)
         self.kind = kind or tx.discover(url)[0].kind
-        self.client = tx.make_engine(self.kind, url=url)
+        self._engine = partial(tx.make_engine, self.kind, url=url, timeout_s=_WAIT_S, load_timeout_s=_WAIT_S)
+        self.client = self._engine()
         self.info = self.client.info()
         source = CheckpointSource(model or self.info.model)
         self.model, self.start, self.bound = source.directory, dict(source), bound_of(source.params())
@@ -72,7 +72,6 @@ class Subject:
         self.architecture = str(config.get("model_type", self.model.name))
         self.vocabulary = int(config.get("text_config", config)["vocab_size"])
         self.prompts: Sequence[Sequence[int]] = random_prompts(self.vocabulary, sequences=3)
-        self._count = 0
 
     def look(self) -> None:
         """Ask the engine for its outputs before any update."""
@@ -90,8 +89,6 @@ class Subject:
         named = {"kind": self.kind, "release": self.info.version, "plugin": plugin, "transport": self.transport}
         return {**named, "model": self.architecture, "tied": "tied" if self.tied else ""}
 
-    # weights
-
     def other(self, seed: int) -> Tensors:
         """Return other weights of the same scale: each tensor's elements in other places, some of them changed."""
         return {name: changed(name, tensor.roll(seed)) for name, tensor in self.start.items()}
@@ -106,17 +103,13 @@ class Subject:
         names = () if any("lm_head" in name for name in self.start) else self.start
         return next((name for name in names if name.endswith("embed_tokens.weight")), "")
 
-    # updates
-
     @contextmanager
     def trainer(self) -> Iterator[tx.WeightSender]:
         """Be a new trainer, with files of its own, until the end of the block."""
-        self._count += 1
-        files = {"root": self.root / f"trainer{os.getpid()}-{self._count}", "files": self.model}
+        files = {"root": self.root / uuid4().hex, "files": self.model}
         settings: dict[str, Any] = {"disk": files, "delta": files, "native": {"make": self.kind}}
         transport = tx.make_transport(self.transport, timeout_s=_WAIT_S, **settings.get(self.transport, {}))
-        engine = tx.make_engine(self.kind, url=self.url, timeout_s=_WAIT_S, load_timeout_s=_WAIT_S)
-        with tx.WeightSender(transport, engine, finite=False) as sender:
+        with tx.WeightSender(transport, self._engine(), finite=False) as sender:
             yield sender
 
     def restore(self) -> None:
@@ -134,7 +127,7 @@ class Subject:
 
     def send_half(self, tensors: Tensors, do: Callable[[], None]) -> None:
         """Send weights by a new trainer, and call ``do`` in the pause, when half of the tensors went out if they do."""
-        source = _Halved(tensors, do)
+        source = Interrupted(tensors)
         with self.trainer() as sender:
             prepare = sender._transport.prepare
 
@@ -142,7 +135,7 @@ class Subject:
                 handoff = prepare(update, within)
 
                 def transfer(within: Deadline) -> None:
-                    source.armed = True  # a transport that reads the source only now is interrupted at its half
+                    source.call = do  # for a transport that reads the source only now
                     handoff.transfer(within)
                     do()
 
@@ -152,11 +145,7 @@ class Subject:
             sender.update_weights(source)
 
     def lose_trainer(self, seed: int) -> None:
-        """Have a process send the `other` weights of ``seed``, and be killed in the middle.
-
-        Raises:
-            AssertionError: it ended otherwise.
-        """
+        """Have a process send the `other` weights of ``seed``, and be killed in the middle; fail if it is not."""
         given = (self.url, self.kind, str(self.model), self.transport, str(self.root))
         process = get_context("spawn").Process(target=_be_killed, args=(given, seed))
         process.start()
@@ -165,32 +154,14 @@ class Subject:
         process.kill()
         assert ended == -signal.SIGKILL, f"the trainer was not killed: its exit status is {ended}"
 
-    # outputs
-
     def off(self, expected: Outputs, prompts: Sequence[Sequence[int]] | None = None) -> float:
         """Return how far the engine's answers are from these, in nats; infinite if there is a NaN."""
         return gaps(self.client.logprobs(prompts or self.prompts), expected)[0]
 
     def assert_computes(self, tensors: Tensors) -> None:
         """Fail if the engine's answers are not those of transformers, where these are known."""
-        if not self.why_not:
-            off = self.off(self._computed(tensors))
-            assert off <= self.bound, f"outputs are {off:.2g} nats from those that transformers computes"
-
-    def assert_consistent(self, *whole: Outputs) -> None:
-        """Fail unless the engine lives, and serves one of these answers or none."""
-        engine = tx.make_engine(self.kind, url=self.url, timeout_s=_SHORT_S, load_timeout_s=_SHORT_S)
-        found: Outputs | None = None
-        if engine.look()[0].state == "serving":
-            with suppress(EngineError, DeadlineError):
-                found = engine.logprobs(self.prompts)
-        assert engine.look()[0].state != "unreachable", "it does not answer any more"
-        near = min(gaps(found, one)[0] for one in whole) if found else 0.0
-        assert near <= self.noise, f"it serves weights that are no whole version ({near:.2g} nats from the nearest)"
-
-    def _computed(self, tensors: Tensors) -> Outputs:
-        if sum(tensor.nbytes for tensor in tensors.values()) > _LARGE:
-            raise ConfigError(f"the model has more than {_LARGE} bytes")
+        if self.why_not:
+            return
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM
 
@@ -199,25 +170,17 @@ class Subject:
                 Path(folder, name).write_bytes(data)
             save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
             model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-            return score(model, self.prompts)
+            off = self.off(score(model, self.prompts))
+        assert off <= self.bound, f"outputs are {off:.2g} nats from those that transformers computes"
 
-
-class _Halved(WeightSource):
-    """Tensors; once `armed`, a pass over them calls ``do`` at its half."""
-
-    armed = False
-
-    def __init__(self, tensors: Tensors, do: Callable[[], None]) -> None:
-        self._tensors, self._do = tensors, do
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(ParamMeta.of(name, tensor) for name, tensor in self._tensors.items())
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for place, pair in enumerate(self._tensors.items()):
-            if self.armed and place == len(self._tensors) // 2:
-                self._do()
-            yield pair
+    def assert_consistent(self, *whole: Outputs) -> None:
+        """Fail unless the engine lives, and serves one of these answers or none."""
+        if self.client.look()[0].state == "serving":
+            with suppress(EngineError, DeadlineError):
+                found = self.client.logprobs(self.prompts)
+                near = min(gaps(found, one)[0] for one in whole)
+                assert near <= self.noise, f"it serves weights of no whole version ({near:.2g} nats from the nearest)"
+        assert self.client.look()[0].state != "unreachable", "it does not answer any more"
 
 
 def _be_killed(given: tuple[str, str, str, str, str], seed: int) -> None:
