@@ -40,13 +40,12 @@ REFERENCES = {"collective": "broadcast", "ipc": "copy", "disk": "save_file"}
 """Each transport, and the way that it is compared with."""
 
 
-def measure(size: str, repeats: int, folder: Path | None) -> Info:
+def measure(size: str, repeats: int) -> Info:
     """Compare every transport with its reference, on the shapes of a model.
 
     Args:
         size: of `SIZES`.
         repeats: rounds.
-        folder: where versions are published; None for the system's temporary directory.
 
     Returns:
         JSON-safe: ``seconds`` and ``gb_per_s`` by way, and a ratio for each pair (above 1 the transport is faster).
@@ -56,7 +55,7 @@ def measure(size: str, repeats: int, folder: Path | None) -> Info:
     """
     shapes = SIZES[size]
     total = shapes_bytes(shapes)
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=folder) as root:
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
         try:
             spawn(_take_part, (shapes, repeats, (free_port(), free_port()), uuid.uuid4().hex, Path(root)), nprocs=2)
         except ProcessException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,21 +20,16 @@ Size = Annotated[
 
 
 @app.command()
-def transport(
-    size: Size = "full",
-    repeats: Repeats = 7,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", exists=True, file_okay=False, help="Where files are written, if not in /tmp."),
-    ] = None,
-) -> int:
+def transport(size: Size = "full", repeats: Repeats = 7) -> int:
     """Measure full updates by collective, ipc and disk, beside the plainest ways to move the same bytes.
+
+    Files are written into the system's temporary directory, which `TMPDIR` names.
 
     Example: `torchrl-ext bench transport --size small`
     """
     from torchrl_ext.bench.transport import measure
 
-    return _shown(measure(size, repeats, folder))
+    return _shown(measure(size, repeats))
 
 
 @app.command()

@@ -35,8 +35,7 @@ class EngineLook:
         kind: as in `EngineInfo`; empty until it answered once.
         state: ``"serving"``, ``"paused"``, ``"asleep"``, ``"unreachable"``; ``"unknown"`` where it cannot say.
         version: label of the weights in service; empty where it does not say.
-        lag: versions behind the newest that any target knows; None where the label is no number. Below 0 it has its
-            version from somewhere else: it is newer than every one of the roots.
+        lag: versions behind the newest of all targets; below 0 it is newer than all roots; None without a number.
         pause_s: how long its last pause was seen, in seconds; no finer than the interval between two looks.
         error: why it could not be asked.
     """
@@ -55,14 +54,10 @@ app = Typer()
 
 @app.command()
 def watch(
-    targets: Annotated[
-        list[str],
-        Argument(metavar="TARGET...", help="An engine's host:port or http(s) URL; a root's path or URL."),
-    ],
+    targets: Annotated[list[str], Argument(metavar="TARGET...", help="Addresses of engines; paths or URLs of roots.")],
     interval_s: Annotated[float, Option(min=0.05, max=3600, help="From one look to the next, in seconds.")] = 1.0,
     number: Annotated[
-        int | None,
-        Option("--looks", min=1, metavar="N", help="End after so many looks; with --json after 1 by default."),
+        int | None, Option("--looks", min=1, metavar="N", help="End after so many; with --json after 1 by default.")
     ] = None,
     versions: Annotated[int, Option(min=1, metavar="N", help="Newest versions of each root to show.")] = 8,
     timeout_s: Annotated[float, Option(help="Deadline of each question, in seconds.")] = 5.0,
@@ -76,11 +71,9 @@ def watch(
     Example: `torchrl-ext watch host1:8000 host2:8000 /shared/updates`
     """
     console = Console(highlight=False)  # its lines wrap at the width of the terminal
-    asked = looks(
-        targets, interval_s, number or (1 if as_json.get() else None), versions, api_key=api_key, timeout_s=timeout_s
-    )
-    engines: list[EngineLook] = []
-    places: list[dict[str, Any]] = []
+    number = number or (1 if as_json.get() else None)
+    asked = looks(targets, interval_s, number, versions, api_key=api_key, timeout_s=timeout_s)
+    engines, places = list[EngineLook](), list[dict[str, Any]]()
     with contextlib.closing(asked), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         on_screen = console.is_terminal and not as_json.get()
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if on_screen else None
