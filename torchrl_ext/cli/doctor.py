@@ -29,28 +29,14 @@ app = typer.Typer()
 @app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     engines: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="URL...",
-            help="host:port or URL of an engine. The command also accepts the options of slime and vime.",
-        ),
+        list[str] | None, typer.Argument(metavar="URL...", help="Engines; the options of slime and vime go here, too.")
     ] = None,
-    transport: Annotated[
-        str | None, typer.Option(help="Transport that the job uses. Default: the transport in the job's options.")
-    ] = None,
-    root: Annotated[
-        str | None, typer.Option(help="Directory or bucket that trainer and engines must both see.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Checkpoint directory that training starts from.")
-    ] = None,
+    transport: Annotated[str | None, typer.Option(help="The job's transport. Default: as its options say.")] = None,
+    root: Annotated[str | None, typer.Option(help="Directory or bucket that trainer and engines must see.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR", help="Checkpoint that training starts from.")] = None,
     rehearse: Annotated[
         bool,
-        typer.Option(
-            "--rehearse",
-            help="Pause each engine that still holds the weights it was started with, load them perturbed and "
-            "unchanged, and check that the second load restores every tensor that it computes with.",
-        ),
+        typer.Option("--rehearse", help="Pause engines with their first weights, and show that a load reaches all."),
     ] = False,
     problems: Annotated[bool, typer.Option("--problems", help="Show only failures and warnings.")] = False,
     api_key: APIKey = None,
@@ -64,7 +50,6 @@ def doctor(
 
     Examples:
     * `torchrl-ext doctor host1:8000 host2:8000 --transport delta --root /shared/updates --model policy`
-    * `torchrl-ext doctor host1:8000 --rehearse --problems`
     * `torchrl-ext doctor host1:8000 --update-weight-mode delta --update-weight-disk-dir /shared`
     """
     from torchrl_ext.cli.examination import Trainer, compare, dtypes_of, examine, failed, failure, ok, probe
@@ -99,9 +84,8 @@ def doctor(
                 question = Inspect(root=probe(root, ends))
                 own.append(ok("shared root", f"the trainer can write to {root}"))
             except (WeightSyncError, OSError) as error:
-                what = error.what if isinstance(error, WeightSyncError) else f"{root}: {error}"
                 remedy = "pick another root, or change its permissions"
-                own.append(failure("shared root", what, "a root that the trainer can write to", remedy))
+                own.append(failure("shared root", str(error), "a root that the trainer can write to", remedy))
         trainer = Trainer(transport, root, model, dtypes, question, api_key, timeout_s)
         if addresses:
             with ThreadPoolExecutor(min(64, len(addresses))) as pool:
@@ -118,9 +102,9 @@ def doctor(
         "engines": [asdict(engine.info) for _, _, engine in known if engine is not None],
         "findings": [asdict(finding) for finding in findings],
     }
-    verdict = Text("no problem found: an update should succeed", "green")
-    if failures:
-        verdict = Text(f"an update would fail: {failures} failure(s)", "bold red")
+    verdict = Text(f"an update would fail: {failures} failure(s)", "bold red")
+    if not failures:
+        verdict = Text("no problem found: an update should succeed", "green")
     shown = [_shown(finding) for finding in findings if finding.level != "ok" or not problems]
     return answer(document, *shown, verdict.append(f", {warnings} warning(s)"), status=1 if failures else 0)
 

@@ -21,7 +21,7 @@ from torchrl_ext.routes import BACKEND
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
 from torchrl_ext.rpc.router import listed_workers
-from torchrl_ext.rpc.server_info import ServerInfo, read_server_info
+from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.stores import open_store
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import PROOFS, EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
@@ -144,7 +144,6 @@ def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | 
         return None
     access: Info = {"api_key": trainer.api_key, "timeout_s": trainer.timeout_s}
     http = HTTPSession(url, **access)
-    told = http.call("GET", "/server_info", query={"config_format": "json"})
     workers = listed_workers(http)
     if workers is not None:
         found = f"a router with {len(workers)} worker(s): it passes each control call to just one of them"
@@ -153,15 +152,15 @@ def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | 
         return None
     try:
         (info,) = discover(url, **access)
-    except WeightSyncError as error:
+    except EngineRefusedError as error:
         findings.append(failed("routes", error))
         return None
     sizes = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}"
     what = f"{info.kind} {info.version}, {info.worker_type}, {sizes}, serves {info.model or '?'}"
     findings.append(ok("reachable", what))
     facts, answers, refusal = ServerInfo(info=info), list[Info](), None
-    with contextlib.suppress(EngineRefusedError, ValueError):  # it has only the route's earlier name
-        facts = read_server_info(url, told.json())
+    with contextlib.suppress(EngineRefusedError):  # of a make of others
+        facts = server_info(http)
     client = makes.make(info.kind, url=url, api_key=trainer.api_key, load_timeout_s=max(30.0, trainer.timeout_s))
     try:
         answers = client.inspect(trainer.question)
@@ -194,11 +193,8 @@ def _plugin(engine: Examined) -> Iterator[Finding]:
     info, wanted = engine.info, engine.trainer.transport
     names, remedy = ", ".join(info.transports), _PLUGIN.get(info.kind, "use another transport")
     if engine.facts.is_guest:
-        found = (
-            "maps weights that a daemon owns (--load-format ipc_cache), so an update would also change other engines"
-        )
-        remedy = "start it with another --load-format"
-        yield failure("plugin", found, "an engine with weights of its own", remedy)
+        found = "maps a daemon's weights (--load-format ipc_cache), so an update would also change other engines"
+        yield failure("plugin", found, "an engine with weights of its own", "start it with another --load-format")
     elif not names:
         yield failure("plugin", "follows by no transport", f"weight-transfer backend {BACKEND!r}", remedy)
     elif wanted is not None and wanted not in info.transports:
@@ -209,8 +205,7 @@ def _plugin(engine: Examined) -> Iterator[Finding]:
     else:
         yield ok("plugin", f"follows by {names}")
     if engine.refusal is not None and not info.stock:
-        error = engine.refusal
-        yield warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
+        yield warning("plugin", engine.refusal.what, "workers with torchrl_ext", engine.refusal.hint or "")
 
 
 def _paused(engine: Examined) -> Iterator[Finding]:
@@ -225,14 +220,13 @@ def _paused(engine: Examined) -> Iterator[Finding]:
 def _versions(engine: Examined) -> Iterator[Finding]:
     if not engine.answers:
         return
-    first, theirs = engine.answers[0], sorted({str(one["torchrl_ext"]) for one in engine.answers})
-    place = f"Python {first.get('python')} on {first.get('host')}"
-    found = f"torchrl_ext {', '.join(theirs)}, torch {first.get('torch')}, {place}"
-    if theirs == [torchrl_ext.__version__]:
+    first, here = engine.answers[0], torchrl_ext.__version__
+    theirs = {str(one["torchrl_ext"]) for one in engine.answers}
+    found = f"torchrl_ext {', '.join(sorted(theirs))}, torch {first.get('torch')}, Python {first.get('python')}"
+    if theirs == {here}:
         yield ok("versions", found)
     else:
-        expected = f"torchrl_ext {torchrl_ext.__version__}, as here"
-        yield warning("versions", found, expected, "install the same version on both sides")
+        yield warning("versions", found, f"torchrl_ext {here}, as here", "install the same version on both sides")
 
 
 def _shared(engine: Examined) -> Iterator[Finding]:
@@ -247,9 +241,8 @@ def _shared(engine: Examined) -> Iterator[Finding]:
             remedy = str(seen.get("remedy") or "mount it on both hosts under the same path")
             yield failure("shared root", found, f"the directory {root} of the trainer", remedy)
     if root is not None and not engine.answers:
-        found, expected = "the engine has no plugin to look for the probe", f"{root} in the engine"
-        remedy = "check it by hand, or install torchrl_ext in the engine's environment"
-        yield warning("shared root", found, expected, remedy)
+        found = "the engine has no plugin to look for the probe"
+        yield warning("shared root", found, f"{root} in the engine", "check by hand, or install torchrl_ext there")
 
 
 def _model(engine: Examined) -> Iterator[Finding]:
@@ -298,17 +291,11 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
         engine.client.info()
         engine.client.rehearse("once")
     except WeightSyncError as error:
-        found = f"{error.what}. State: {error.state or 'unknown'}"
-        yield failure("rehearsal", found, expected, error.hint or "")
+        yield failure("rehearsal", f"{error.what}. State: {error.state or 'unknown'}", expected, error.hint or "")
         return
-    every: tuple[Info, ...] = engine.client.rehearsed or ({},)
-    for told in every:
-        rows = [
-            f"{row['layers']} {row['kernel']} {row['verdict']}" + (f" ({row['why']})" if row["why"] else "")
-            for row in told.get("layers", ())
-        ]
-        worker = f"worker {told['worker']}: " if told.get("worker") else ""
-        found = f"{worker}proof {told.get('proof', PROOFS[0])!r}; {'; '.join(rows) or 'nothing was rehearsed'}"
+    for told in engine.client.rehearsed or ({},):
+        rows = [f"{row['layers']} {row['kernel']} {row['verdict']} {row['why']}" for row in told.get("layers", ())]
+        found = f"worker {told.get('worker', 0)}: proof {told.get('proof', PROOFS[0])!r}; {'; '.join(rows)}"
         if engine.client.proof == PROOFS[0]:
             yield warning("rehearsal", found, expected, str(told.get("why", "")))
         else:
@@ -325,10 +312,9 @@ def compare(known: Sequence[tuple[str, list[Finding], Examined | None]]) -> Iter
     for address, engine in every:
         for told in engine.answers[:1]:
             processes.setdefault((told.get("host"), told.get("pid")), []).append(address)
-    for addresses in processes.values():
-        if len(addresses) > 1:
-            found = f"{' and '.join(addresses)} lead to the same engine"
-            yield failure("addresses", found, "each engine once", "leave all but one out")
+    for same in processes.values():
+        if len(same) > 1:
+            yield failure("addresses", f"{' and '.join(same)} lead to the same engine", "each engine once", "drop one")
     if every and len(every) == len(known):
         workers = sum(engine.info.world_size for _, engine in every)
         yield ok("group", f"{len(every)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")
