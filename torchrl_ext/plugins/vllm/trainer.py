@@ -103,11 +103,10 @@ class TorchRLExtTrainerEngine:
         return cls(client, source, sender, weights, is_sender=is_sender)
 
     def send_weights(self) -> SyncReport:
-        """Send the source's weights as the next version, from every trainer rank; return the report.
+        """Send the source's weights as the next version, from every trainer rank, and return the report.
 
-        Raises:
-            WeightSyncError: as `torchrl_ext.WeightSender.update_weights`. Servers that hold a part of a version refuse
-                to resume; the next complete update makes them whole.
+        It raises as `torchrl_ext.WeightSender.update_weights`. Servers that hold a part of a version refuse to resume;
+        the next complete update makes them whole.
         """
         self.last_report = self._sender.update_weights()
         return self.last_report
@@ -119,11 +118,7 @@ class TorchRLExtTrainerEngine:
 
 @final
 class VLLMSource(WeightSource):
-    """The weights that a ``WeightSource`` of vLLM's declares and yields; its metadata is read once.
-
-    Raises:
-        ConfigError: the object is no such source.
-    """
+    """The weights that a ``WeightSource`` of vLLM's declares and yields; ConfigError if it is no such source."""
 
     def __init__(self, source: Any) -> None:
         if not callable(getattr(source, "metadata", None)):
@@ -180,12 +175,9 @@ class ClientPort(Port):
         if self._size is None and "root" not in info:  # workers that read files have no ranks
             found = self._workers()
             if len(found) > max(answer.get("workers", 1) for answer in found):
-                raise ConfigError(
-                    f"{self.url} reaches several deployments, whose workers would all join the {info['transport']} "
-                    "transport as the same ranks",
-                    expected="delta or disk; or a client that gives each server its own rank_offset, and world_size",
-                    state="nothing was sent",
-                )
+                what = f"{self.url} reaches several deployments, whose workers would all join as the same ranks"
+                expected = "delta or disk; or a client that gives each server its own rank_offset, and world_size"
+                raise ConfigError(what, expected=expected, state="nothing was sent")
         return self
 
     def state(self, *, fit: bool = False) -> EngineState:
@@ -216,11 +208,10 @@ class ClientPort(Port):
         return self._ask(message)
 
     def _workers(self) -> list[Info]:
-        found = [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]
-        if not found:
-            expected = "a client that raises errors in the server's words"
-            raise EngineRefusedError(f"no worker behind {self.url} answered", expected=expected)
-        return found
+        if found := [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]:
+            return found
+        expected = "a client that raises errors in the server's words"
+        raise EngineRefusedError(f"no worker behind {self.url} answered", expected=expected)
 
     def _ask(self, message: Message) -> list[Info]:
         return each_answer(partial(self._call, self._client.init_weight_transfer_engine), message, self._size)
