@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline, in_thread
@@ -43,7 +43,7 @@ _jobs: dict[str, Future[Any]] = {}  # calls that a thread of an actor does
 
 
 def begin(held: Any, open_port: Callable[[Any], Port], client: str, job: str, call: Callable[[Any], Any]) -> Any:
-    """Call a method of an engine's port in an actor.
+    """Call a method of an engine's port in an actor, and return its answer in a tuple; None if a thread has begun it.
 
     Ray starts no other call of the actor before this one returns. In an actor with coroutines, which run meanwhile, a
     thread does the call; any other actor does it directly.
@@ -53,10 +53,7 @@ def begin(held: Any, open_port: Callable[[Any], Port], client: str, job: str, ca
         open_port: takes it; returns the engine's port.
         client: id of the client, which has a port of its own.
         job: id of this call, for `answer`.
-        call: takes the port; its answer is returned.
-
-    Returns:
-        The answer in a tuple, or None if a thread has begun the call.
+        call: takes the port.
     """
     if client not in _ports:
         _ports[client] = open_port(held)
@@ -84,15 +81,6 @@ def _the_ray() -> Any:
     return ray
 
 
-def _asked(name: str) -> Any:
-    """Return a method that calls the port in the actor."""
-
-    def ask(self: RayPort, *args: Any, **settings: Any) -> Any:
-        return self._ask(name, *args, **settings)
-
-    return ask
-
-
 @final
 class RayPort(Port):
     """Calls the port of an engine in a Ray actor.
@@ -106,13 +94,7 @@ class RayPort(Port):
     kind: ClassVar[str] = "ray"
 
     def __init__(
-        self,
-        actor: Any,
-        *,
-        pick: Callable[[Any], Any] | None,
-        timeout_s: float,
-        load_timeout_s: float,
-        **settings: Any,
+        self, actor: Any, *, pick: Callable[[Any], Any] | None, timeout_s: float, load_timeout_s: float, **settings: Any
     ) -> None:
         _the_ray()
         self.url = "ray:" + str(actor).removeprefix("Actor(").removesuffix(")").replace(", ", "/")
@@ -123,21 +105,6 @@ class RayPort(Port):
     def describe(self) -> EngineInfo:
         """See `Port.describe`; ``url`` is the actor's."""
         return replace(self._ask("describe"), url=self.url, kind=self.kind)
-
-    state = _asked("state")
-    tell = _asked("tell")
-    hold = _asked("hold")
-    release = _asked("release")
-    abandon = _asked("abandon")
-    drop_cached = _asked("drop_cached")
-    refuse_sleep = _asked("refuse_sleep")
-    sleep = _asked("sleep")
-    wake = _asked("wake")
-    logprobs = _asked("logprobs")
-
-    def close(self, connection: str) -> None:
-        with suppress(EngineUnreachableError, EngineRefusedError):  # the engine is gone, or has another sender
-            self._ask("close", connection)
 
     def _ask(self, name: str, *args: Any, **settings: Any) -> Any:
         """Call a method of the port in the actor, and wait for its answer; our own errors keep their class."""
@@ -173,6 +140,21 @@ class RayPort(Port):
         self._started = True
         return found
 
+    state: Any = partialmethod(_ask, "state")
+    tell: Any = partialmethod(_ask, "tell")
+    hold: Any = partialmethod(_ask, "hold")
+    release: Any = partialmethod(_ask, "release")
+    abandon: Any = partialmethod(_ask, "abandon")
+    drop_cached: Any = partialmethod(_ask, "drop_cached")
+    refuse_sleep: Any = partialmethod(_ask, "refuse_sleep")
+    sleep: Any = partialmethod(_ask, "sleep")
+    wake: Any = partialmethod(_ask, "wake")
+    logprobs: Any = partialmethod(_ask, "logprobs")
+
+    def close(self, connection: str) -> None:
+        with suppress(EngineUnreachableError, EngineRefusedError):  # the engine is gone, or has another sender
+            self._ask("close", connection)
+
 
 def ray_engine(
     engine: Any,
@@ -202,26 +184,25 @@ def ray_engine(
     """
     how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache}
     settings: dict[str, Any] = {"pick": pick, "timeout_s": timeout_s, "load_timeout_s": load_timeout_s, **how}
+    if is_torchrl(engine, "AsyncVLLM"):
+        engine = list(engine.actors)
+        if not engine:
+            hint = "create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
+            raise ConfigError("this AsyncVLLM has no replicas", hint=hint)
     if isinstance(engine, (list, tuple)):
         return Pool([ray_engine(one, **settings) for one in engine])
     if is_torchrl(engine, "LocalLLMWrapper"):
         return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", timeout_s=load_timeout_s, **how)
     if is_torchrl(engine, "RayLLMWorker"):
         return Engine(RayPort(engine.ray_actor, **{**settings, "pick": None}))
-    if not is_torchrl(engine, "RLvLLMEngine"):
-        return Engine(RayPort(engine, **settings))
-    if not is_torchrl(engine, "AsyncVLLM"):
+    if is_torchrl(engine, "RLvLLMEngine"):
         raise ConfigError(
             f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an incomplete update "
             "from a complete one",
             expected="TorchRL's AsyncVLLM, RayLLMWorker or LocalLLMWrapper",
             hint="give make_engine('inprocess', engine=...) the vLLM, the module or the tensors inside",
         )
-    if not engine.actors:
-        raise ConfigError(
-            "this AsyncVLLM has no replicas", hint="create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
-        )
-    return ray_engine(list(engine.actors), **settings)
+    return Engine(RayPort(engine, **settings))
 
 
 RAY = Make(client=ray_engine)
