@@ -119,11 +119,7 @@ class RemoteInferenceClient:
         return connect(*self.server_urls, api_key=self.api_key, **settings)
 
     def run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Await a call of this client from synchronous code, ``client.run(client.pause())``.
-
-        Raises:
-            ConfigError: called from a coroutine that `run` awaits, which would be a deadlock.
-        """
+        """Await a call, ``client.run(client.pause())``; ConfigError in a coroutine that `run` awaits: a deadlock."""
         return run(call)
 
     def close(self) -> None:

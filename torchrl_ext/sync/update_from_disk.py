@@ -223,10 +223,8 @@ def _needs_base(chain: Chain) -> bool:
     with suppress(WeightSyncError, FileNotFoundError):  # who reads the version gets the error
         for number in reversed(chain.numbers()):
             delta = chain.version(number).delta
-            if delta is None:
-                break
-            if needs_old(delta):
-                return True
+            if delta is None or needs_old(delta):
+                return delta is not None
     return False
 
 
