@@ -9,7 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 from rich.text import Text
@@ -21,14 +21,13 @@ from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchrl_ext.types import EngineInfo, SyncReport
+    from torchrl_ext.types import EngineInfo, Info, SyncReport
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["app"]
+__all__ = ["app", "check_engines"]
 
-_FILES = {"--root", "--keep-files", "--dtype"}
-_GROUP = {"--master-address", "--dtype"}
-_OPTIONS = {"disk": _FILES, "delta": _FILES | {"--base", "--encoding"}, "collective": _GROUP, "native": _GROUP}
+_FILES, _GROUP = {"root", "keep_files"}, {"master_address"}
+_OPTIONS = {"disk": _FILES, "delta": _FILES | {"base", "encoding"}, "collective": _GROUP, "native": _GROUP}
 """Transport -> the options that mean something with it."""
 
 _BY_FILES, _BY_GROUP = "Transports by files", "Transports by a broadcast"
@@ -51,8 +50,7 @@ def push(
     root: Annotated[
         str | None,
         Option(
-            rich_help_panel=_BY_FILES,
-            help="Directory (with delta also a bucket) that engines can read under the same path.",
+            rich_help_panel=_BY_FILES, help="Directory, or with delta a bucket, that engines see under the same path."
         ),
     ] = None,
     keep_files: Annotated[
@@ -60,11 +58,7 @@ def push(
     ] = False,
     base: Annotated[
         str | None,
-        Option(
-            metavar="DIR",
-            rich_help_panel=_BY_FILES,
-            help="Checkpoint that the engines hold, with delta.",
-        ),
+        Option(metavar="DIR", rich_help_panel=_BY_FILES, help="Checkpoint that the engines hold, with delta."),
     ] = None,
     encoding: Annotated[
         str | None, Option(rich_help_panel=_BY_FILES, help="Encoding of changes, with delta. Default: auto.")
@@ -85,12 +79,11 @@ def push(
     import torchrl_ext as tx
     from torchrl_ext.types import dtype_from_name
 
-    given = {"--root": root, "--keep-files": keep_files, "--dtype": dtype, "--encoding": encoding, "--base": base}
-    given |= {"--master-address": master_address}
-    for option in [option for option, value in given.items() if value]:
-        if option not in _OPTIONS[transport]:
-            able = " or ".join(name for name, options in _OPTIONS.items() if option in options)
-            raise ConfigError(f"{option} does not go with --transport {transport}", expected=f"--transport {able}")
+    given: Info = {"root": root, "keep_files": keep_files, "base": base, "encoding": encoding}
+    given = {name: value for name, value in {**given, "master_address": master_address}.items() if value}
+    for name in sorted(given.keys() - _OPTIONS[transport]):
+        able, option = " or ".join(one for one, names in _OPTIONS.items() if name in names), name.replace("_", "-")
+        raise ConfigError(f"--{option} does not go with --transport {transport}", expected=f"--transport {able}")
     if keep_files and not root:
         raise ConfigError("--keep-files needs a place for the files", hint="name it with --root")
     try:
@@ -100,8 +93,8 @@ def push(
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(_read(directory))
         found = tx.discover(*engines, api_key=api_key)
-        _check_engines(found, transport)
-        settings = _settings(transport, found, root, keep_files, base, encoding, master_address, stack)
+        check_engines(found, transport)
+        settings = _settings(transport, found, given, stack)
         end = tx.make_transport(transport, timeout_s=timeout_s, **settings)
         stack.callback(end.shutdown)
         fleet = tx.connect(*engines, api_key=api_key, load_timeout_s=timeout_s)
@@ -131,7 +124,8 @@ def _summary(report: SyncReport) -> Iterator[str]:
         yield f"coded as {report.encoding}"
 
 
-def _check_engines(found: list[EngineInfo], transport: str) -> None:
+def check_engines(found: list[EngineInfo], transport: str) -> None:
+    """Raise ConfigError if an engine cannot follow by ``transport``."""
     for info in found:
         if transport not in info.transports:
             raise ConfigError(
@@ -144,25 +138,16 @@ def _check_engines(found: list[EngineInfo], transport: str) -> None:
         raise ConfigError(f"engines of {' and '.join(kinds)} share no broadcast of their own", expected="one make")
 
 
-def _settings(
-    transport: str,
-    found: list[EngineInfo],
-    root: str | None,
-    keep_files: bool,
-    base: str | None,
-    encoding: str | None,
-    master_address: str | None,
-    stack: contextlib.ExitStack,
-) -> dict[str, Any]:
+def _settings(transport: str, found: list[EngineInfo], given: Info, stack: contextlib.ExitStack) -> Info:
     """Return the transport's settings; what it writes is removed when ``stack`` closes, unless files are kept."""
     from torchrl_ext.types import is_loopback
 
     if transport in ("collective", "native"):
         make = {"make": found[0].kind} if transport == "native" else {}
-        return make | {"master_address": master_address or _own_address([info.url for info in found])}
-    if root is not None:  # a directory of its own, since others may have published versions under the same root
-        place = f"{root.rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
-        if not keep_files:
+        return {"master_address": _own_address([info.url for info in found]), **make, **given}
+    if "root" in given:  # a directory of its own, since others may have published versions under the same root
+        place = f"{given['root'].rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
+        if not given.get("keep_files"):
             stack.callback(_remove, place)
     else:
         away = [info.url for info in found if not is_loopback(urlsplit(info.url).hostname or "")]
@@ -173,15 +158,15 @@ def _settings(
             )
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-push-"))
     if transport == "disk":
-        return {"root": place, "keep_files": keep_files}
-    base = base or _served(found)  # that engines hold its weights is checked before they pause
-    if base is None or not Path(base).is_dir():
+        return {**given, "root": place}
+    served = {info.model for info in found}  # that engines hold its weights is checked before they pause
+    base = given.get("base") or (served.pop() if len(served) == 1 else "")
+    if not base or not Path(base).is_dir():
         raise ConfigError(
             f"the checkpoint that the engines run is not on this host: {base or 'they name none, or several'}",
             hint="name it with --base, or push in full with --transport disk",
         )
-    codec = encoding or "auto"
-    return {"root": place, "keep_files": keep_files, "base": base, "encoding": codec, "keyframe_every": 0}
+    return {"encoding": "auto", **given, "root": place, "base": base, "keyframe_every": 0}
 
 
 def _remove(place: str) -> None:
@@ -196,12 +181,6 @@ def _remove(place: str) -> None:
             store.delete(name)
     except WeightSyncError as error:
         note(f"torchrl-ext: the files of this push remain in {place}: {error}")
-
-
-def _served(found: list[EngineInfo]) -> str | None:
-    """Return the checkpoint that all engines say they serve, if it is the same one."""
-    models = {info.model for info in found}
-    return models.pop() if len(models) == 1 else None
 
 
 @contextlib.contextmanager

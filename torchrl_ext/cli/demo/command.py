@@ -14,6 +14,7 @@ import typer
 
 from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.cli.interrupts import Interrupts
+from torchrl_ext.cli.push import check_engines
 from torchrl_ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,16 +66,15 @@ def demo(
             infos, transport, model_dir = _running(engines, transport, model)
         else:
             infos, model_dir = _started(engine, model, seed, tp, folder, stack)
-        for info in infos:
-            if transport not in info.transports:
-                raise ConfigError(
-                    f"{info.url} cannot follow by {transport!r}", expected=f"one of {', '.join(info.transports)}"
-                )
+        check_engines(infos, transport)
         known = inspect.signature(transports.load(transport)).parameters
         settings = {"root": root or str(folder / "updates"), "make": infos[0].kind}
         settings = {name: value for name, value in settings.items() if name in known}
-        threads = None if model else 1  # products of the tiny model lose more to waiting threads than they gain
-        told = _train(infos, interrupts, transport, settings, model_dir, steps=steps, seed=seed, threads=threads)
+        if not model:
+            import torch
+
+            torch.set_num_threads(1)  # products of the tiny model lose more to waiting threads than they gain
+        told = _train(infos, interrupts, transports.make(transport, **settings), model_dir, steps, seed)
     told |= {"transport": transport, "tp": tp, "steps": steps, "seed": seed}
     return answer({**told, "seconds": time.perf_counter() - began}, status=0 if told["verified"] else 1)
 
@@ -127,12 +127,7 @@ def _running(addresses: Sequence[str], transport: str, model: str | None) -> tup
 
 
 def _started(
-    engine: str,
-    model: str | None,
-    seed: int,
-    tp: int,
-    folder: Path,
-    stack: contextlib.ExitStack,
+    engine: str, model: str | None, seed: int, tp: int, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[list[EngineInfo], str]:
     """Start an engine that ends with ``stack``; return its description, and the checkpoint that it started from."""
     from torchrl_ext.cli.environments import settings_for
@@ -150,15 +145,7 @@ def _started(
 
 
 def _train(
-    infos: Sequence[EngineInfo],
-    interrupts: Interrupts,
-    transport: str,
-    settings: Info,
-    model_dir: str,
-    *,
-    steps: int,
-    seed: int,
-    threads: int | None,
+    infos: Sequence[EngineInfo], interrupts: Interrupts, transport: Any, model_dir: str, steps: int, seed: int
 ) -> Info:
     """Train with an update at the start and after each step; return the document of ``--json``."""
     import torch
@@ -171,15 +158,13 @@ def _train(
 
     quiet()
     torch.manual_seed(seed)
-    if threads is not None:
-        torch.set_num_threads(threads)
     urls, kinds, rewards, losses = [info.url for info in infos], [info.kind for info in infos], [], []
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_list_to_stack(True))  # as TorchRL's chat environments want it
         note("preparing the model")
         trainer = Trainer(model_dir, seed=seed)
         verify: bool | str = "outputs" if any(info.stock for info in infos) else True
-        sender = tx.WeightSender(tx.make_transport(transport, **settings), tx.connect(*urls), verify=verify)
+        sender = tx.WeightSender(transport, tx.connect(*urls), verify=verify)
         stack.callback(sender.shutdown)
         sender.register_model(trainer.model)
         client = stack.enter_context(contextlib.closing(tx.InferenceClient(urls, kind=kinds)))

@@ -19,7 +19,7 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy", "quiet", "read_model"]
+__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy", "quiet"]
 
 _PROMPTS = (
     "Count to ten: ",
@@ -91,7 +91,7 @@ class DigitsTask:
 
 
 class Trainer:
-    """Trains a causal LM on rollouts by GRPO, with Adam.
+    """Trains a causal LM, in float32, on rollouts by GRPO, with Adam.
 
     Args:
         model_dir: Hugging Face checkpoint directory where training starts.
@@ -100,7 +100,8 @@ class Trainer:
     """
 
     def __init__(self, model_dir: str | Path, *, group: int = _GROUP, seed: int = 0) -> None:
-        self.model: Any = read_model(model_dir)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+        self.model: Any = model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so; no dropout
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self.task = DigitsTask(self.tokenizer, self.model.get_input_embeddings().weight.shape[0], group=group)
         actor = TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode="tokens", generate=False)
@@ -139,12 +140,6 @@ class Trainer:
                     self._optimizer.zero_grad()
                     losses.append(loss.item())
         return rollouts["next", "reward"].mean().item(), sum(losses) / len(losses)
-
-
-def read_model(model_dir: str | Path) -> Any:
-    """Return the causal LM of a checkpoint directory, in float32 and without dropout."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
-    return model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so
 
 
 @torch.no_grad()
