@@ -293,7 +293,8 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
     except WeightSyncError as error:
         yield failure("rehearsal", f"{error.what}. State: {error.state or 'unknown'}", expected, error.hint or "")
         return
-    for told in engine.client.rehearsed or ({},):
+    every: tuple[Info, ...] = engine.client.rehearsed or ({},)
+    for told in every:
         rows = [f"{row['layers']} {row['kernel']} {row['verdict']} {row['why']}" for row in told.get("layers", ())]
         found = f"worker {told.get('worker', 0)}: proof {told.get('proof', PROOFS[0])!r}; {'; '.join(rows)}"
         if engine.client.proof == PROOFS[0]:
