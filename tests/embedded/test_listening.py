@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 
 import httpx
+from starlette.testclient import TestClient
 
 from tests.embedded import served_here
 from tests.processes import WAIT_S
@@ -98,6 +99,14 @@ def test_without_the_key_a_request_is_refused_before_its_body():
         with suppress(ConnectionError):
             while connection.recv(1 << 16):
                 continue
+
+
+def test_no_route_but_that_of_probes_is_open():
+    app = server_module.make_app(Held(), api_key=KEY)
+    with TestClient(app) as stranger:
+        rows = [(method, route.path) for route in app.routes for method in route.methods]
+        found = {path: stranger.request(method, path).status_code for method, path in rows}
+    assert found.pop("/health") == 200 and len(found) > 10 and set(found.values()) == {401}
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):

@@ -187,6 +187,22 @@ class Passes(tx.WeightSource):
             yield f"w{i}", torch.full((3,), float(i))
 
 
+def test_a_failed_update_reports_nothing_of_the_one_before_it_and_has_one_state(tmp_path):
+    policy = {"w": torch.randn(100_000)}
+    _, engine = stubborn_engine({"w": torch.zeros(100_000)})
+    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), Pool([engine]))
+    sender.update_weights(policy)
+    policy["w"][::1000] += 1
+    report = sender.update_weights(policy)
+    assert 0 < report.density < 0.01
+    with pytest.raises(UpdateError) as told:
+        sender.update_weights({"other": torch.zeros(3)})
+    failed = told.value.report
+    assert (failed.bytes, failed.density, failed.model_bytes) == (0, 0.0, 12)
+    assert "publish" not in failed.spans and str(told.value).count("State:") == 1
+    sender.shutdown()
+
+
 class TestAlone:
     """A trainer of one process: nobody waits in a gather, so that a failed update reads nothing for nobody."""
 
