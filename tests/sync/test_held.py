@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -255,3 +256,18 @@ TestMessages = Messages.TestCase
 TestMessages.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_the_number_of_another_trainer_is_no_base():
+    """A part of version 2 on version 1 needs this trainer's version 1."""
+    content = tensors({"a": 1, "b": 1})
+    receiver = tx.WeightReceiver(tensors({"a": 0, "b": 0}))
+    transport, later = tx.MemoryTransport(), tx.MemoryTransport()
+    receiver.handle(structs.replace(invitation(transport, content), connection="first"))
+    for message in (Start(), prepared(transport, as_source(content), 1), Finish(version=1)):
+        receiver.handle(stamped(message, "first"))
+    assert receiver.held.base == 1
+    receiver.handle(structs.replace(invitation(later, content), connection="second"))
+    part = Part(base=1, names=frozenset("a"))
+    with pytest.raises(StaleBaseError, match="holds another sender's weights"):
+        receiver.handle(stamped(Prefetch(version=2, part=part), "second"))
