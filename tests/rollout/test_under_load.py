@@ -66,7 +66,7 @@ def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engine
                 answers.append((6 + i % 24, await client.generate(batch)))
                 seen.update(answers[-1][1]["weight_versions"][0])
                 body = {"token_ids": PROMPT[:2], "sampling_params": {"max_tokens": 1}, "session_id": session}
-                told = await client._forwarded("/inference/v1/generate", {"json": body})
+                told = await client._post(client._requests, "/inference/v1/generate", body)
                 models[session].add(told["model"])
                 count += 1
 
@@ -86,7 +86,7 @@ def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engine
         last = first
         for _ in range(SYNCS):
             until = time.monotonic() + WAIT_S
-            while last not in seen and time.monotonic() < until:
+            while last not in seen and rollouts.is_alive() and time.monotonic() < until:
                 threading.Event().wait(0.01)
             with torch.no_grad():
                 for parameter in model.parameters():
