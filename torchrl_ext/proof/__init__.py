@@ -1,1 +1,0 @@
-"""Prove that an engine computes with the weights that it was sent."""

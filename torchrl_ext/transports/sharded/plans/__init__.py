@@ -1,1 +1,0 @@
-"""Who sends which blocks to whom: one pure function of what every member holds or needs."""

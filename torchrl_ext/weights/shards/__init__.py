@@ -1,1 +1,0 @@
-"""The parts of tensors that the ranks of a sharded trainer hold, without a gather."""
