@@ -73,11 +73,11 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["torchrl-ext = torchrl_ext.cli.main:main"],
-        "vllm.general_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm.register:register"],
-        "sglang.srt.plugins": ["torchrl_ext = torchrl_ext.plugins.sglang.register:register"],
+        "vllm.general_plugins": ["torchrl_ext = torchrl_ext.engines.vllm.register:register"],
+        "sglang.srt.plugins": ["torchrl_ext = torchrl_ext.engines.sglang.register:register"],
         "pytest11": [
             "torchrl_ext.testing.engine.plugin = torchrl_ext.testing.engine.plugin"
         ],  # adds options to its runs
-        "vllm.endpoint_plugins": ["torchrl_ext = torchrl_ext.plugins.vllm.endpoint:UpdateFromDisk"],
+        "vllm.endpoint_plugins": ["torchrl_ext = torchrl_ext.engines.vllm.endpoint:UpdateFromDisk"],
     },
 )

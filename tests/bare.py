@@ -8,10 +8,10 @@ import torchrl_ext
 
 EXTRAS = {
     "torchrl_ext.cli": "cli",
-    "torchrl_ext.configs": "hydra",
-    "torchrl_ext.embedded": "embedded",
-    "torchrl_ext.plugins.sglang": "sglang",
-    "torchrl_ext.plugins.vllm": "vllm",
+    "torchrl_ext.rl.hydra": "hydra",
+    "torchrl_ext.engines.embedded": "embedded",
+    "torchrl_ext.engines.sglang": "sglang",
+    "torchrl_ext.engines.vllm": "vllm",
     "torchrl_ext.testing.engine": "testing",
     "torchrl_ext.testing.transports": "testing",
 }

@@ -8,25 +8,25 @@ import pytest
 
 SHORT = frozenset(
     {
-        "collectors/test_hub.py",
-        "rpc/test_discovery.py",
-        "rpc/test_http.py",
-        "rpc/test_logprobs.py",
-        "rpc/test_router.py",
-        "rpc/test_sglang_client.py",
-        "rpc/test_vllm_client.py",
+        "rl/collectors/test_hub.py",
+        "control/test_discovery.py",
+        "control/test_http.py",
+        "control/test_logprobs.py",
+        "control/test_router.py",
+        "control/test_sglang_client.py",
+        "control/test_vllm_client.py",
         "sync/test_rlvllm.py",
-        "transports/test_collective.py",
-        "transports/test_collective_meeting.py",
-        "transports/test_delta_broadcast.py",
-        "transports/test_ipc.py",
-        "transports/test_ipc_failures.py",
-        "transports/test_native.py",
+        "data/transports/test_collective.py",
+        "data/transports/test_collective_meeting.py",
+        "data/transports/test_delta_broadcast.py",
+        "data/transports/test_ipc.py",
+        "data/transports/test_ipc_failures.py",
+        "data/transports/test_native.py",
     }
 )
 """Files in which something has to come within two seconds, so that none of them runs beside another one."""
 
-RAY = frozenset({"collectors/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"})
+RAY = frozenset({"rl/collectors/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"})
 """Files that start a cluster of Ray, of which a machine has one at a time."""
 
 LONGEST = (
@@ -35,15 +35,15 @@ LONGEST = (
     "bench/test_bench.py",
     "sync/test_turns.py",
     "Ray",
-    "transports/test_sharded.py",
+    "data/transports/test_sharded.py",
     "sync/test_lost_engines.py",
-    "plugins/test_colocated.py",
-    "embedded/test_server.py",
-    "collectors/test_scheme.py",
-    "transports/test_carriers.py",
-    "transports/test_contract.py",
-    "embedded/test_process.py",
-    "configs/test_hydra.py",
+    "engines/test_colocated.py",
+    "engines/embedded/test_server.py",
+    "rl/collectors/test_scheme.py",
+    "data/transports/test_carriers.py",
+    "data/transports/test_contract.py",
+    "engines/embedded/test_process.py",
+    "rl/test_hydra.py",
 )
 """Files, and groups of files, that begin first, so that neither process waits long for the other at the end."""
 

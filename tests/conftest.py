@@ -18,7 +18,7 @@ from tests.beside import share
 from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
 from tests.ranks import outcomes_of
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
 
 collect_ignore = ["third_party"]  # a package of its own, whose tests run where it is installed
 
@@ -31,8 +31,12 @@ def pytest_addoption(parser):
         help="what runs on real vLLM, SGLang and routers, and nothing else; they are installed once per machine",
     )
     group.addoption("--exhaustive", action="store_true", help="also further settings of what the other tests show")
-    group.addoption("--kind-results", help="file that gets a line per kind of model, for tests.engine.compatibility")
-    group.addoption("--kit-results", help="file that gets a line per case of the kit, for tests.engine.compatibility")
+    group.addoption(
+        "--kind-results", help="file that gets a line per kind of model, for tests.real_engines.compatibility"
+    )
+    group.addoption(
+        "--kit-results", help="file that gets a line per case of the kit, for tests.real_engines.compatibility"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads it
@@ -65,7 +69,7 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if _of_all(config):
         if not config.getoption("--engines"):  # before the other one, whose socket it must not hold a copy of
-            runpy.run_path(str(Path(__file__).parent / "engine/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
+            runpy.run_path(str(Path(__file__).parent / "real_engines/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
         forking()
 
 
@@ -160,7 +164,7 @@ def s3():
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """An embedded engine with the weights of `tests.models.tiny_model`, which no test updates or kills."""
-    from tests.embedded import EmbeddedServer
+    from tests.engines.embedded import EmbeddedServer
     from tests.models import tiny_checkpoint
 
     with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:

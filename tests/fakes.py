@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 import torchrl_ext
-from tests.rpc.sockets import serving
-from torchrl_ext import messages
-from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import Message, partial_version, read
-from torchrl_ext.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped, one_by_one
+from tests.control.sockets import serving
+from torchrl_ext.base import messages
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, WeightSyncError
+from torchrl_ext.base.messages import Message, partial_version, read
+from torchrl_ext.base.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped, one_by_one
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info
-from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["FAULTS", "MAKES", "Call", "FakeEngine", "Fault"]
 

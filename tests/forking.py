@@ -24,23 +24,23 @@ MODULES = (
     "pytest",
     "tensordict",
     "torchrl.collectors.llm",
-    "torchrl_ext.cli.demo.command",
-    "torchrl_ext.cli.demo.training",
-    "torchrl_ext.codecs.block_loops",
-    "torchrl_ext.codecs.pipeline",
-    "torchrl_ext.codecs.token_loops",
-    "torchrl_ext.embedded.engine",
-    "torchrl_ext.embedded.server",
-    "torchrl_ext.kernels.host_loops",
-    "torchrl_ext.rollout.client",
-    "torchrl_ext.sync.engines.inprocess",
+    "torchrl_ext.cli.commands.demo",
+    "torchrl_ext.cli.training",
+    "torchrl_ext.data.deltas.block_loops",
+    "torchrl_ext.data.deltas.pipeline",
+    "torchrl_ext.data.deltas.token_loops",
+    "torchrl_ext.engines.embedded.engine",
+    "torchrl_ext.engines.embedded.server",
+    "torchrl_ext.data.deltas.host_loops",
+    "torchrl_ext.control.requests.client",
+    "torchrl_ext.sync.local.inprocess",
     "torchrl_ext.sync.sender",
     "torchrl_ext.testing",
-    "torchrl_ext.transports.collective.transport",
-    "torchrl_ext.transports.delta.transport",
-    "torchrl_ext.transports.disk",
-    "torchrl_ext.transports.ipc.transport",
-    "torchrl_ext.weights.checkpoint",
+    "torchrl_ext.data.transports.collective.transport",
+    "torchrl_ext.data.transports.delta.transport",
+    "torchrl_ext.data.transports.disk",
+    "torchrl_ext.data.transports.ipc.transport",
+    "torchrl_ext.data.weights.checkpoint",
     "transformers.models.qwen3.modeling_qwen3",
     "uvicorn",
 )
@@ -111,7 +111,7 @@ if __name__ == "__main__":
         importlib.import_module(name)
     import torch
 
-    from torchrl_ext.weights.digests import position_digest
+    from torchrl_ext.data.weights.digests import position_digest
 
     position_digest(torch.zeros(4))  # with the first loop that it compiles or loads, numba imports the rest of itself
     gc.collect()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.base.errors import WeightSyncError
 
 HOSTILE = [
     None, True, -1, 0, 1, 7, 2**31, 2**40, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "x", "7", "../x",

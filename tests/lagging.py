@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchrl_ext.weights import source
+from torchrl_ext.data.weights import source
 
 __all__ = ["DEVICE", "Lagging", "Stream", "install"]
 

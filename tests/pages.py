@@ -9,7 +9,7 @@ A comment before a block says how it runs:
 
 ``<!-- needs WHAT -->``
     It runs where that is: what needs Ray in a cluster of this machine, and what needs torchrun on two ranks
-    (`tests.test_pages`); the rest on real engines (`on_servers`, in ``tests/engine``).
+    (`tests.test_pages`); the rest on real engines (`on_servers`, in ``tests/real_engines``).
 ``<!-- as in MODULE: NAME -->``
     It shows our own source, and is compared with that.
 ``<!-- run beside the next -->``
@@ -79,7 +79,7 @@ def blocks(page):
 def on_servers(name, checkpoint, *urls, what=None, timeout_s=300):
     """Run, in a process of its own, the blocks of the page ``name`` that need ``what``, or anything at all."""
     python(
-        "import sys; from tests.engine.served import with_routers; from tests.pages import run\n"
+        "import sys; from tests.real_engines.served import with_routers; from tests.pages import run\n"
         "with_routers()\n"
         f"run(sys.argv[1], sys.argv[3:], sys.argv[2], plain=False, needing={what or True!r})",
         ROOT / "docs" / f"{name}.md",
@@ -104,7 +104,7 @@ def run(page, urls, folder, *, plain=True, needing=False):
     if any(
         "MultiSyncCollector(" in block.code for block in running
     ):  # its workers are forked: no interpreter imports all again
-        runpy.run_path(str(ROOT / "tests/engine/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
+        runpy.run_path(str(ROOT / "tests/real_engines/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
     addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in running))))
     assert len(addresses) <= len(urls), f"{page} has addresses of {len(addresses)} engines"
     table = {address: url.removeprefix("http://") for address, url in zip(addresses, urls, strict=False)}
@@ -197,7 +197,7 @@ def named(page, folder, needing=False):
 
 def _collectors():
     """An environment and a policy of TorchRL's common kind, and a chat environment whose dialogs end."""
-    from tests.collectors.collecting import Walk, make_policy, train
+    from tests.rl.collectors.collecting import Walk, make_policy, train
 
     return {
         "make_env": Walk,
@@ -211,7 +211,7 @@ def _collectors():
 def _chat():
     from transformers import AutoTokenizer
 
-    from torchrl_ext.cli.demo.training import DigitsTask
+    from torchrl_ext.cli.training import DigitsTask
 
     tokenizer = AutoTokenizer.from_pretrained("models/policy")
     return DigitsTask(tokenizer, 512, group=2).env()
@@ -233,8 +233,8 @@ def _on_ray():
     from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
 
     from tests import models
-    from tests.collectors import collecting
-    from tests.collectors.chat import make_env
+    from tests.rl.collectors import collecting
+    from tests.rl.collectors.chat import make_env
     from tests.sync.vllm_objects import LLM
 
     return {

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import WAIT_S, calling, running_python
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
 
 
 def on_ranks(*worlds):

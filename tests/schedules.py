@@ -31,12 +31,12 @@ import httpx
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import EngineError, UpdateError
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import EngineError, UpdateError
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.serving.processes import free_port
 
 SIZES = {
     "vocab_size": 64,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_model
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.testing.tiny import make_tiny_lm
 
 CLASSES = sorted(name for name in tx.__all__ if inspect.isclass(getattr(tx, name)))

@@ -57,18 +57,18 @@ TRAINER_ONLY = {
 }  # fmt: skip
 ENGINE_MODULES = [
     "torchrl_ext",
-    "torchrl_ext.plugins.vllm.register",
-    "torchrl_ext.plugins.sglang.register",
+    "torchrl_ext.engines.vllm.register",
+    "torchrl_ext.engines.sglang.register",
     "torchrl_ext.sync.receiver",
-    "torchrl_ext.sync.update_from_disk",
-    "torchrl_ext.weights.checkpoint",
-    "torchrl_ext.transports.memory",
-    "torchrl_ext.transports.disk",
-    "torchrl_ext.transports.collective.transport",
-    "torchrl_ext.transports.delta.transport",
-    "torchrl_ext.transports.ipc.transport",
-    "torchrl_ext.transports.ranks",
-    "torchrl_ext.transports.sharded.transport",
+    "torchrl_ext.engines.update_from_disk",
+    "torchrl_ext.data.weights.checkpoint",
+    "torchrl_ext.data.transports.memory",
+    "torchrl_ext.data.transports.disk",
+    "torchrl_ext.data.transports.collective.transport",
+    "torchrl_ext.data.transports.delta.transport",
+    "torchrl_ext.data.transports.ipc.transport",
+    "torchrl_ext.data.transports.ranks",
+    "torchrl_ext.data.transports.sharded.transport",
 ]
 NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}
 

@@ -10,18 +10,18 @@ import torch
 import zstandard
 from safetensors.torch import save
 
+from tests.data.transports.chains import weights
+from tests.data.versions.damage import published, signed
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
-from tests.transports.chains import weights
-from tests.versions.damage import published, signed
-from torchrl_ext.codecs.base import codec_from_json, make_codec
-from torchrl_ext.codecs.patch import apply_patch, diff
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.base.types import ParamMeta, dtype_from_name
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.stores.delta_manifest import DeltaManifest
-from torchrl_ext.stores.manifest import read_manifest
-from torchrl_ext.types import ParamMeta, dtype_from_name
-from torchrl_ext.weights.checkpoint import CheckpointSource, with_dtype
-from torchrl_ext.weights.tensorfile import TensorFile
+from torchrl_ext.data.deltas.codec import codec_from_json, make_codec
+from torchrl_ext.data.deltas.patch import apply_patch, diff
+from torchrl_ext.data.versions.delta_manifest import DeltaManifest
+from torchrl_ext.data.versions.manifest import read_manifest
+from torchrl_ext.data.weights.checkpoint import CheckpointSource, with_dtype
+from torchrl_ext.data.weights.tensorfile import TensorFile
 
 BYTES = 512 << 20
 
@@ -172,7 +172,7 @@ def test_a_small_file_with_a_large_header_is_not_parsed(chance):
 
 @pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
 def test_files_and_manifests_of_deltas_in_other_layouts(encoding, chance):
-    """Blocks and their manifests: `tests.versions.damage`."""
+    """Blocks and their manifests: `tests.data.versions.damage`."""
     own, refused, number = published(encoding, OLD, NEW), 0, 700
     document = json.loads(own.text)
     del document["content"]

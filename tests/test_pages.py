@@ -15,15 +15,15 @@ import pytest
 import typer
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.control.ray_cluster import two_nodes
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
-from tests.rpc.ray_cluster import two_nodes
-from torchrl_ext import errors
+from torchrl_ext.base import errors
+from torchrl_ext.base.registry import transports
 from torchrl_ext.cli.frame import COMMANDS
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
-from torchrl_ext.registry import transports
 from torchrl_ext.testing import free_port
 
 RUN = [page for page in PAGES if any(not block.needs and not block.shows for block in blocks(page))]
@@ -97,7 +97,7 @@ def test_every_block_is_python_and_runs_somewhere():
             known = block.mark in ("", "run beside the next") or block.needs or block.shows
             assert known, f"{page.relative_to(ROOT)}:{block.line} is marked {block.mark!r}"
             needing |= {page.stem} if block.needs else set()
-    tests = [ROOT / "tests/test_pages.py", *(ROOT / "tests/engine").glob("test_*.py")]
+    tests = [ROOT / "tests/test_pages.py", *(ROOT / "tests/real_engines").glob("test_*.py")]
     assert needing == {
         name for test in tests for name in re.findall(r"(?:\bon_servers\(\"|docs/)(\w+)", test.read_text())
     }

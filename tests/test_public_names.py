@@ -11,8 +11,8 @@ from torchrl.weight_update import weight_sync_schemes
 
 import torchrl_ext as tx
 from tests.processes import python
-from torchrl_ext import registry
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base import registry
+from torchrl_ext.base.errors import ConfigError
 
 NAMES = {
     "DeltaTransport",
@@ -90,8 +90,8 @@ def test_transports_and_engines_are_listed_read_only():
 def test_the_function_called_transports_survives_the_package_of_that_name():
     python(
         "import torchrl_ext as tx; before = dict(tx.transports())\n"
-        "import torchrl_ext.transports.disk\n"
-        "from torchrl_ext.transports.base import Transport\n"
+        "import torchrl_ext.data.transports.disk\n"
+        "from torchrl_ext.data.transports.base import Transport\n"
         "assert dict(tx.transports()) == before",
         fresh=True,
     )

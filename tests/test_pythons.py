@@ -113,10 +113,10 @@ def test_an_installation_without_extras_imports_every_module_that_needs_none():
     [
         ("import sys; from torchrl_ext.cli.main import main; sys.exit(main(['discover', 'localhost:1']))", "cli"),
         ("from torchrl_ext.testing.tiny import make_tiny_lm; make_tiny_lm('model')", "embedded"),
-        ("from torchrl_ext.serving.engines.embedded import EmbeddedServer; EmbeddedServer('.')", "embedded"),
-        ("from torchrl_ext.serving.topology import Topology; Topology.load('engines.yaml')", "cli"),
-        ("import torchrl_ext.configs", "hydra"),
-        ("from torchrl_ext.types import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
+        ("from torchrl_ext.control.serving.embedded import EmbeddedServer; EmbeddedServer('.')", "embedded"),
+        ("from torchrl_ext.control.serving.topology import Topology; Topology.load('engines.yaml')", "cli"),
+        ("import torchrl_ext.rl.hydra", "hydra"),
+        ("from torchrl_ext.base.types import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
     ],
 )
 def test_an_extra_that_is_missing_is_named_in_one_line(code, extra):

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import ROOT, python
+from tests.real_engines.served import ServedSGLang, ServedVLLM, serving
 
 TRAINER = """
 import sys
@@ -36,7 +36,7 @@ import sys, tempfile
 import torch
 import torchrl_ext as tx
 from dove import Dovecote
-from torchrl_ext.errors import IntegrityError, UpdateError
+from torchrl_ext.base.errors import IntegrityError, UpdateError
 
 def broken(message):
     loaded(message)

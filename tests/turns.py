@@ -16,11 +16,11 @@ import torch
 import torchrl_ext as tx
 from tests.models import PROMPT, tiny_model
 from tests.processes import finished
+from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.cli.main import main
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.proof.scoring import score
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.data.weights.source import WeightSource, as_source
+from torchrl_ext.sync.scoring import score
 
 PROMPTS = [PROMPT, PROMPT[::-1]]
 CLOSE = 1e-4  # nats, in float32; steps of one model, and two models, are further than 1e-2 apart

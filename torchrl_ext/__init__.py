@@ -22,14 +22,14 @@ __all__ = [*sorted(_HOME), "__version__", "engines", "make_engine", "make_transp
 
 def transports() -> Mapping[str, str]:
     """Return a read-only mapping of the transport names to one line each."""
-    from torchrl_ext import registry
+    from torchrl_ext.base import registry
 
     return registry.transports.names()
 
 
 def engines() -> Mapping[str, str]:
     """Return a read-only mapping of the engine names to one line each."""
-    from torchrl_ext import registry
+    from torchrl_ext.base import registry
 
     return registry.engines.names()
 
@@ -40,7 +40,7 @@ def make_transport(name: str, **settings: Any) -> Any:
     Raises:
         ConfigError: no such name (the message lists them), or settings that it does not take.
     """
-    from torchrl_ext import registry
+    from torchrl_ext.base import registry
 
     return registry.transports.make(name, **settings)
 
@@ -51,7 +51,7 @@ def make_engine(name: str, **settings: Any) -> Any:
     Raises:
         ConfigError: no such name (the message lists them), or settings that it does not take.
     """
-    from torchrl_ext import registry
+    from torchrl_ext.base import registry
 
     return registry.engines.make(name, **settings)
 

@@ -3,32 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_ext import errors as errors
-from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
-from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
+from torchrl_ext.base import errors as errors
+from torchrl_ext.base.errors import WeightSyncError as WeightSyncError
+from torchrl_ext.base.types import EngineInfo as EngineInfo
+from torchrl_ext.base.types import SyncReport as SyncReport
+from torchrl_ext.cli.planning import recommend as recommend
 from torchrl_ext.compat.flags.options import WeightUpdateConfig as WeightUpdateConfig
 from torchrl_ext.compat.megatron import MegatronSource as MegatronSource
-from torchrl_ext.errors import WeightSyncError as WeightSyncError
-from torchrl_ext.planning import recommend as recommend
-from torchrl_ext.rollout.client import InferenceClient as InferenceClient
-from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolicy
-from torchrl_ext.rpc.client import EngineClient as EngineClient
-from torchrl_ext.rpc.discovery import connect as connect
-from torchrl_ext.rpc.discovery import discover as discover
+from torchrl_ext.control.client import EngineClient as EngineClient
+from torchrl_ext.control.discovery import connect as connect
+from torchrl_ext.control.discovery import discover as discover
+from torchrl_ext.control.requests.client import InferenceClient as InferenceClient
+from torchrl_ext.data.transports.base import Transport
+from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport as VLLMCollectiveTransport
+from torchrl_ext.data.transports.delta.transport import DeltaTransport as DeltaTransport
+from torchrl_ext.data.transports.disk import DiskTransport as DiskTransport
+from torchrl_ext.data.transports.ipc.transport import IPCTransport as IPCTransport
+from torchrl_ext.data.transports.memory import MemoryTransport as MemoryTransport
+from torchrl_ext.data.transports.sharded.transport import ShardedTransport as ShardedTransport
+from torchrl_ext.data.weights.source import WeightSource as WeightSource
+from torchrl_ext.data.weights.source import as_source as as_source
+from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
+from torchrl_ext.rl.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
+from torchrl_ext.rl.policy.policy import RemoteLLMPolicy as RemoteLLMPolicy
 from torchrl_ext.sync.lora import LoraPublisher as LoraPublisher
 from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
 from torchrl_ext.sync.sender import WeightSender as WeightSender
-from torchrl_ext.transports.base import Transport
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport as VLLMCollectiveTransport
-from torchrl_ext.transports.delta.transport import DeltaTransport as DeltaTransport
-from torchrl_ext.transports.disk import DiskTransport as DiskTransport
-from torchrl_ext.transports.ipc.transport import IPCTransport as IPCTransport
-from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
-from torchrl_ext.transports.sharded.transport import ShardedTransport as ShardedTransport
-from torchrl_ext.types import EngineInfo as EngineInfo
-from torchrl_ext.types import SyncReport as SyncReport
-from torchrl_ext.weights.source import WeightSource as WeightSource
-from torchrl_ext.weights.source import as_source as as_source
 
 __version__: str
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from torchrl_ext.deadline import Deadline, beside, in_thread, one_at_a_time
-from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.base.deadline import Deadline, beside, in_thread, one_at_a_time
+from torchrl_ext.base.errors import DeadlineError, TransportError
 
 LONG_S, WAIT_S = 3600.0, 60.0
 

@@ -5,8 +5,8 @@ import torch
 
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.engines.embedded.engine import Engine
 
 ABSENT = f"cuda:{torch.cuda.device_count()}"
 

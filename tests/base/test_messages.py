@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 import torchrl_ext
 from tests.hostile import HOSTILE, refused_or_right, worse_json
 from tests.processes import calling, python
-from torchrl_ext import messages
-from torchrl_ext.collectors.worker_end import Keep
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
-from torchrl_ext.routes import ANSWERS, Flush, answers_in, escaped, merged, unescaped
-from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, _describing, decoded
+from torchrl_ext.base import messages
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
+from torchrl_ext.base.routes import ANSWERS, Flush, answers_in, escaped, merged, unescaped
+from torchrl_ext.base.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, _describing, decoded
+from torchrl_ext.rl.collectors.worker_end import Keep
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
 assert {Keep, Flush} < {*KINDS}  # of other modules, whose import makes them known

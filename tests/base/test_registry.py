@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.control.servers import KNOWN, running
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
-from tests.rpc.servers import KNOWN, running
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import Registry, transports
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.registry import Registry, transports
 from torchrl_ext.sync import inspection
 
 PIGEON = """
-from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.data.transports.disk import DiskTransport
 
 class PigeonTransport(DiskTransport):
     name = "pigeon"
@@ -71,7 +71,7 @@ def site(tmp_path, monkeypatch):
 
 def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_path):
     ours = Registry("transport", group="torchrl_ext.transports")  # as that of a process which begins now
-    ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
+    ours.register("disk", "torchrl_ext.data.transports.disk:DiskTransport", "files")
     transport = ours.make("pigeon", root=tmp_path / "updates")
     with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", site=site) as server:
         engine = tx.connect(server.url)
@@ -89,7 +89,7 @@ def test_a_transport_whose_class_cannot_be_had_is_named_and_the_others_are_follo
     (site / "that_raises.py").write_text("raise RuntimeError('no licence')")
     ours = Registry("transport")
     ours.register("lost", module, "of package birds")
-    ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
+    ours.register("disk", "torchrl_ext.data.transports.disk:DiskTransport", "files")
     with pytest.raises(ConfigError, match="transport 'lost' cannot be imported: ") as raised:
         ours.load("lost")
     assert "nowhere" in module or f"package that has {module}" in str(raised.value)
@@ -110,7 +110,7 @@ def test_a_package_whose_files_are_damaged_hides_no_other(site, file, caplog):
 
 
 def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():
-    transports.register("here alone", "tests.test_registry:Strict", "of this process")
+    transports.register("here alone", "tests.base.test_registry:Strict", "of this process")
     try:
         with running() as server:
             assert set(tx.discover(server.url)[0].transports) == set(KNOWN)

@@ -8,8 +8,8 @@ import matplotlib
 import pytest
 from rich.console import Console
 
-from torchrl_ext.reports import Phase, Spans, nested
-from torchrl_ext.types import EngineRow, SyncReport
+from torchrl_ext.base.reports import Phase, Spans, nested
+from torchrl_ext.base.types import EngineRow, SyncReport
 
 URL = "http://a-host-with-a-long-name.cluster.internal:8000"
 TIMELINE = (

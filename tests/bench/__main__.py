@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from torchrl_ext.bench.runner import figures
+from torchrl_ext.cli.bench.runner import figures
 
 SUBJECTS = {
     "coding": "kinds of blocks of changes, beside their entropy and a copy",

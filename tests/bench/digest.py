@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tests.bench.frame import say
-from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.kernels.base import Piece
-from torchrl_ext.kernels.host import HostKernels
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.cli.bench.runner import ratio, rounds
+from torchrl_ext.data.deltas.host import HostKernels
+from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.weights.digests import tensor_digest
 
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 

@@ -24,18 +24,18 @@ import torch
 from tests.bench.data import flip
 from tests.bench.frame import say
 from tests.bench.models import plain_linears
+from torchrl_ext.base.errors import EngineError
 from torchrl_ext.cli.environments import settings_for
-from torchrl_ext.errors import EngineError
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rpc.makes.vllm import vllm_engine
-from torchrl_ext.serving.engines.vllm import VLLMServer
-from torchrl_ext.serving.overlay import make_overlay
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.makes.vllm import vllm_engine
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.serving.overlay import make_overlay
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.control.serving.vllm import VLLMServer
+from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.transports.disk import DiskTransport
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.testing.tiny import make_tiny_lm
-from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.transports.disk import DiskTransport
-from torchrl_ext.weights.checkpoint import CheckpointSource
 
 SIZES = {
     "full": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 32_000},

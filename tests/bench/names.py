@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import torchrl_ext as tx
 from tests.bench.frame import say
 from tests.models import VOCAB, tiny_tokenizer
-from torchrl_ext.bench.runner import seconds
+from torchrl_ext.base.registry import engines
+from torchrl_ext.cli.bench.runner import seconds
 from torchrl_ext.cli.environments import settings_for
-from torchrl_ext.registry import engines
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.serving.engines.embedded import EmbeddedSpec
-from torchrl_ext.serving.server import start
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.serving.embedded import EmbeddedSpec
+from torchrl_ext.control.serving.server import start
 
 EXPERTS, WIDTH = 128, 32
 TIMED = Path(__file__).with_name("timed")

@@ -21,17 +21,17 @@ from torch import nn
 
 from tests.bench.frame import say, together
 from tests.memory import track_peak
-from torchrl_ext.bench.runner import seconds
-from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.codecs.streams import find
-from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.cli.bench.runner import seconds
+from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas.pipeline import worker_threads
+from torchrl_ext.data.deltas.streams import find
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.versions.containers import BlockFiles, code
+from torchrl_ext.data.versions.owned import FlatCopies
+from torchrl_ext.data.weights.sharing import owners
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import BlockFiles, code
-from torchrl_ext.versions.owned import FlatCopies
-from torchrl_ext.weights.shards.sharing import owners
 
 _TIMEOUT_S = 300.0
 

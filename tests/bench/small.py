@@ -11,8 +11,8 @@ import torch
 
 import torchrl_ext as tx
 from tests.bench.frame import say
-from torchrl_ext.bench.runner import seconds
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.cli.bench.runner import seconds
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 _STEPS = ("publish", "first prefetch", "prefetch", "commit")
 

@@ -12,11 +12,11 @@ import torch
 from tests.bench import peers
 from tests.bench.__main__ import SUBJECTS, main
 from tests.bench.peers.layouts import assert_lossless, pulse, weigh
-from torchrl_ext.bench import delta, transport
-from torchrl_ext.bench.data import synthetic_pair
-from torchrl_ext.bench.runner import figures, ratio, rounds
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.cli.bench.data import synthetic_pair
+from torchrl_ext.cli.bench.runner import figures, ratio, rounds
+from torchrl_ext.cli.commands.bench import delta, transport
 from torchrl_ext.cli.main import main as cli
-from torchrl_ext.errors import ConfigError
 
 SMALLEST = {
     "coding": "--hidden 64 --steps 2",

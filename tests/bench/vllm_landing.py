@@ -27,14 +27,14 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from torchrl_ext.bench.runner import seconds
-from torchrl_ext.codecs.patch import SparsePatch
-from torchrl_ext.codecs.units import units
-from torchrl_ext.plugins.loader import EngineLoader
-from torchrl_ext.plugins.vllm.model import VLLMModel
-from torchrl_ext.plugins.vllm.register import register
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.cli.bench.runner import seconds
+from torchrl_ext.data.deltas.patch import SparsePatch
+from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.vllm.model import VLLMModel
+from torchrl_ext.engines.vllm.register import register
 
 
 class _Step:

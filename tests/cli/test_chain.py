@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import torchrl_ext as tx
-from tests.transports.chains import checkpoint, folder, step, weights
+from tests.data.transports.chains import checkpoint, folder, step, weights
+from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.cli.main import main
-from torchrl_ext.deadline import Deadline
 from torchrl_ext.testing import same_bits
 
 

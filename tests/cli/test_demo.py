@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.processes import COMMAND, WAIT_S, finished, running_python
 from torchrl_ext.testing.tiny import make_tiny_lm
 

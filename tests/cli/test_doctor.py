@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.control.servers import CONFIG, rehearsing, running
+from tests.control.test_discovery import scripted
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.processes import ROOT
-from tests.rpc.servers import CONFIG, rehearsing, running
-from tests.rpc.test_discovery import scripted
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.main import main
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.stores import open_store
-from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 DOCTOR = [ROOT / "torchrl_ext" / "cli" / f"{name}.py" for name in ("doctor", "examination")]
 BARE = CONFIG | {"weight_transfer_config": None}

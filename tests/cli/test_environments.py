@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from torchrl_ext.base.errors import ConfigError, DeadlineError
 from torchrl_ext.cli import environments
 from torchrl_ext.cli.environments import Recipe, ensure, settings_for
-from torchrl_ext.errors import ConfigError, DeadlineError
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 import torchrl_ext as tx
 from tests.fakes import FakeEngine
 from tests.processes import python
+from torchrl_ext.base.errors import StoreError, UpdateError
 from torchrl_ext.cli.frame import COMMANDS
 from torchrl_ext.cli.main import main
-from torchrl_ext.errors import StoreError, UpdateError
-from torchrl_ext.rpc import discovery
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.versions.roots import Reader
+from torchrl_ext.control import discovery
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.versions.roots import Reader
 
 ACTIONS = [["chain", name] for name in ("ls", "verify", "gc", "materialize")]
 ACTIONS += [["bench", name] for name in ("transport", "delta")]

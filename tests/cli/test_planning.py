@@ -7,10 +7,10 @@ import math
 import pytest
 
 import torchrl_ext as tx
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.main import main
+from torchrl_ext.cli.planning import DECISIONS
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.planning import DECISIONS
 
 SMALL = {"parameters": 500_000_000, "interval_s": 60.0}
 LARGE = {"parameters": 300_000_000_000, "interval_s": 60.0}

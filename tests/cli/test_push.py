@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.embedded import EmbeddedServer
+from tests.control.servers import running
+from tests.engines.embedded import EmbeddedServer
 from tests.fakes import FakeEngine
 from tests.models import greedy, tiny_checkpoint, tiny_model
-from tests.rpc.servers import running
+from torchrl_ext.base.types import is_loopback
 from torchrl_ext.cli.main import main
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.stores import open_store
-from torchrl_ext.types import is_loopback
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.weights.digests import tensor_digest
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import COMMAND
 from tests.terminals import on_terminal
+from torchrl_ext.cli.commands.watch import looks
 from torchrl_ext.cli.main import main
-from torchrl_ext.cli.watch import looks
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,15 @@ import argparse
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
+from torchrl_ext.base.errors import ConfigError, EngineError
+from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.types import EngineInfo
+from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.router_client import RouterClient
 
 PLUGGED = EngineInfo(url="http://p:1", kind="sglang", transports=("collective", "disk", "native"))
 STOCK_SGLANG = EngineInfo(url="http://s:1", kind="sglang", transports=("disk", "native"))
@@ -169,7 +169,8 @@ def owned(monkeypatch):
     """What engines would be started, and with which settings."""
     made = []
     monkeypatch.setattr(
-        "torchrl_ext.serving.served.OwnedEngines", lambda topology, **settings: made.append((topology, settings))
+        "torchrl_ext.control.serving.served.OwnedEngines",
+        lambda topology, **settings: made.append((topology, settings)),
     )
     return made
 

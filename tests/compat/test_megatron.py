@@ -12,9 +12,9 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.ranks import on_ranks
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.source import checked
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.data.weights.source import checked
 
 
 class Bridge:

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.control.servers import running
 from tests.models import tiny_tokenizer
 from tests.processes import WAIT_S
-from tests.rpc.servers import running
+from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError
+from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.compat.skyrl import PauseMode, RemoteInferenceClient
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.types import EngineInfo
 
 GENERATE = "POST /inference/v1/generate"
 

@@ -8,12 +8,12 @@ import torch
 import zstandard
 from safetensors.torch import load
 
-from tests.transports.chains import folder, published, rewrite, trainer_at
-from torchrl_ext.codecs.patch import SparsePatch, diff
+from tests.data.transports.chains import folder, published, rewrite, trainer_at
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.compat.slime.first import build_flush, flush_buckets, flush_name, parse_flush
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.data.deltas.patch import SparsePatch, diff
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.types import ParamMeta
 
 A = ParamMeta("a.weight", torch.bfloat16, (300, 300))
 B = ParamMeta("b.weight", torch.bfloat16, (7,))

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compat.vllm_api import Client, Declared, FanOut, TRLs
 from tests.fakes import FakeEngine
-from tests.plugins.vllm_api import Client, Declared, FanOut, TRLs
 from tests.ranks import on_ranks
-from torchrl_ext.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError, UpdateError
-from torchrl_ext.plugins.vllm.trainer import (
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError, UpdateError
+from torchrl_ext.compat.vllm_api import (
     ClientPort,
     TorchRLExtTrainerEngine,
     TorchRLExtTrainerInitInfo,
     VLLMSource,
 )
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.weights.source import checked
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.data.weights.source import checked
 
 
 def weights(step):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import httpx
 
-from torchrl_ext.weights.source import full
+from torchrl_ext.data.weights.source import full
 
 
 class Client:

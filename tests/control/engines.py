@@ -6,17 +6,17 @@ import httpx
 import torch
 
 import torchrl_ext as tx
+from tests.control.sockets import serving
 from tests.fakes import MAKES, Call, FakeEngine, Faults
 from tests.processes import WAIT_S
-from tests.rpc.sockets import serving
 from tests.turns import CLOSE, PROMPTS, gap
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.messages import Load
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.base.messages import Load
+from torchrl_ext.data.transports.base import Update
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.base import Update
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import as_source
 
 PORTS = (*MAKES, "module")
 SHAPES = {"a": (4,), "b": (2, 3)}

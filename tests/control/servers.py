@@ -4,7 +4,7 @@ import json
 from contextlib import contextmanager
 
 from tests.fakes import FakeEngine
-from torchrl_ext.routes import ANSWERS
+from torchrl_ext.base.routes import ANSWERS
 
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},

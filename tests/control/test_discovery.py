@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.control.servers import CONFIG
+from tests.control.sockets import drip, serving
 from tests.fakes import FakeEngine
 from tests.processes import python
-from tests.rpc.servers import CONFIG
-from tests.rpc.sockets import drip, serving
-from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.registry import Make
-from torchrl_ext.rpc.server_info import read_server_info
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.types import EngineInfo
+from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.base.registry import Make
+from torchrl_ext.base.types import EngineInfo
+from torchrl_ext.control.makes.server_info import read_server_info
+from torchrl_ext.control.serving.processes import free_port
 
 FLAT = {
     "engine": "embedded",
@@ -234,12 +234,12 @@ def test_discovery_reads_what_an_engine_says_by_either_route(make, described, fo
 
 
 STRANGER = """
-from tests.rpc.test_discovery import scripted
+from tests.control.test_discovery import scripted
 import torchrl_ext as tx
-from torchrl_ext.registry import engines
+from torchrl_ext.base.registry import engines
 
-engines.register("dove", "tests.rpc.test_discovery:DOVE", "an engine of another package")
-engines.register("broken", "tests.rpc.nowhere:MAKE", "its module is missing")
+engines.register("dove", "tests.control.test_discovery:DOVE", "an engine of another package")
+engines.register("broken", "tests.control.nowhere:MAKE", "its module is missing")
 with scripted({"/coo": (200, {"model": "/m"})}) as server:
     (info,) = tx.discover(server.url)
     print(info.kind, info.model)

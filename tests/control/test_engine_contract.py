@@ -15,11 +15,11 @@ from functools import partial
 import pytest
 
 import torchrl_ext as tx
+from tests.control.engines import PORTS, Trainer, client, running, weights
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
-from tests.rpc.engines import PORTS, Trainer, client, running, weights
-from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, WeightSyncError
+from torchrl_ext.control.fleet import Pool
 
 FIRST, NEXT, RIVAL = 1, 2, 7
 UPDATE = ("connect", "prefetch", "begin", "load", "verify", "commit")

@@ -3,9 +3,9 @@
 import httpx
 import pytest
 
-from tests.rpc.engines import Trainer, client, running
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.rpc.pool import Pool
+from tests.control.engines import Trainer, client, running
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError
+from torchrl_ext.control.fleet import Pool
 
 SLEEPERS = ("vllm", "embedded", "sglang")
 WAKE = {"vllm": "POST /wake_up", "embedded": "POST /wake_up", "sglang": "POST /resume_memory_occupation"}

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.embedded import EmbeddedServer
+from tests.control.engines import RealEngine, Trainer, client, running
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
-from tests.rpc.engines import RealEngine, Trainer, client, running
-from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.base.errors import WeightSyncError
 
 VERSIONS = {0: 2, 1: 3}  # of each client's trainer
 FAULTS = ("fail", "cut", "lose", "junk", "twice")

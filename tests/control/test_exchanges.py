@@ -1,7 +1,7 @@
 """The requests of an update, as `exchanges.json` has them for each make: what vLLM 0.32 and SGLang 0.5.23 are sent.
 
 Questions are left out, of which engines may be asked as many as need be; "*" stands for any value. After a change of
-the protocol, ``python -m tests.rpc.test_exchanges`` writes the file anew.
+the protocol, ``python -m tests.control.test_exchanges`` writes the file anew.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rpc.engines import Trainer, client, running
-from tests.rpc.servers import bare
-from torchrl_ext.routes import CHANNEL
+from tests.control.engines import Trainer, client, running
+from tests.control.servers import bare
+from torchrl_ext.base.routes import CHANNEL
 
 FILE = Path(__file__).with_suffix("").with_name("exchanges.json")
 QUESTIONS = ("state", "poll", "inspect")

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rpc.sockets import drip, serving, talking
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
-from torchrl_ext.rpc.connections import run
-from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
+from tests.control.sockets import drip, serving, talking
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
+from torchrl_ext.control.connections import run
+from torchrl_ext.control.http import Answer, HTTPSession, normalise_url
 
 LIMIT_S = 10.0  # far above every deadline here: what it bounds is one that does not hold
 KEYS = ("user", "admin")
@@ -181,7 +181,7 @@ def test_the_first_address_that_takes_a_connection_answers_under_the_name_that_w
 
 def test_a_connection_that_is_not_accepted_is_no_missed_deadline_and_a_deadline_before_that_is_one(monkeypatch):
     with contextlib.ExitStack() as stack:
-        monkeypatch.setattr("torchrl_ext.rpc.http._CONNECT_S", 0.3)
+        monkeypatch.setattr("torchrl_ext.control.http._CONNECT_S", 0.3)
         session = HTTPSession(f"127.0.0.1:{full(stack)}")
         with pytest.raises(EngineUnreachableError, match=r"no connection within 0\.3 s"):
             session.get("/health")

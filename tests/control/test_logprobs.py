@@ -5,11 +5,11 @@ import math
 import pytest
 
 import torchrl_ext as tx
+from tests.control.engines import client
 from tests.fakes import FakeEngine
-from tests.rpc.engines import client
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.rpc.client import NullEngine
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.control.client import NullEngine
+from torchrl_ext.control.fleet import Pool
 
 PROMPTS = ((17, 3, 42), (5, 17))
 ROUTES = {

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 import torchrl_ext as tx
+from tests.control.test_pool import Scripted
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
-from tests.rpc.test_pool import Scripted
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.base.errors import ConfigError, EngineError
+from torchrl_ext.control.fleet import Pool
 
 
 def test_a_fleet_discovers_what_a_function_lists_and_does_not_wait_for_what_is_not_up(caplog):
@@ -29,7 +29,7 @@ def test_a_fleet_discovers_what_a_function_lists_and_does_not_wait_for_what_is_n
 
 
 def test_an_engine_that_hangs_is_not_waited_for_twice(monkeypatch):
-    monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", 0.05)
+    monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", 0.05)
     leave, made = threading.Event(), Scripted("http://new")
 
     def make(url):
@@ -40,7 +40,7 @@ def test_an_engine_that_hangs_is_not_waited_for_twice(monkeypatch):
     pool.add("new")
     assert pool.members() == pool.members() == ("a",)
     leave.set()
-    monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", WAIT_S)
+    monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", WAIT_S)
     while pool.members() == ("a",):  # its answer counts as soon as it is there
         pass
     assert pool.engines[1] is made

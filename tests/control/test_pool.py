@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
-from torchrl_ext.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.makes.vllm import vllm_engine
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.types import EngineInfo, EngineRow
+from torchrl_ext.base.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
+from torchrl_ext.base.types import EngineInfo, EngineRow
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.makes.vllm import vllm_engine
 
 
 def step(name):
@@ -114,7 +114,7 @@ def test_a_number_that_no_version_can_have_is_refused_before_it_is_written(tmp_p
 
 
 def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answer(monkeypatch):
-    monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", 0.05)
+    monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", 0.05)
     leave = threading.Event()
 
     class Hanging(Scripted):
@@ -129,7 +129,7 @@ def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answ
     assert pool.members() == pool.members() == ("steady",)
     assert [row.state for row in pool.rows()] == ["serving", "unreachable"]
     leave.set()
-    monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", WAIT_S)
+    monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", WAIT_S)
     assert pool.members() == ("steady",) and engines[1].calls == ["info"]
     engines[1].fails.clear()  # one whose answer was an error is asked again
     assert pool.members() == ("steady", "hanging") and engines[1].calls == ["info"] * 2

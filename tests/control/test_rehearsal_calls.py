@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.rpc.servers import rehearsing, running
-from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rpc.makes.vllm import vllm_engine
-from torchrl_ext.rpc.pool import Pool
+from tests.control.servers import rehearsing, running
+from torchrl_ext.base.errors import EngineRefusedError
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.makes.vllm import vllm_engine
 
 ASK, PAUSE, RESUME = "POST /init_weight_transfer_engine", "POST /pause", "POST /resume"
 

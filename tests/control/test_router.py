@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.rpc import sockets
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.rpc.router import RouterClient, RouterWorker, listed_workers, refuse_router
-from torchrl_ext.serving.processes import free_port
+from tests.control import sockets
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.control.serving.router_client import RouterClient, RouterWorker, listed_workers, refuse_router
 
 
 class Gateway:

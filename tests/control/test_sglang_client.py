@@ -1,12 +1,12 @@
-"""The SGLang client and what releases and settings of a server change; the real server is in tests/engine."""
+"""The SGLang client and what releases and settings of a server change; the real server is in tests/real_engines."""
 
 import json
 
 import pytest
 
-from tests.rpc.engines import Trainer, client, running
-from tests.rpc.test_exchanges import told
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from tests.control.engines import Trainer, client, running
+from tests.control.test_exchanges import told
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
 
 SERVED = {"model_path": "/models/start", "tp_size": 2, "disaggregation_mode": "null", "version": "0.5.23"}
 CLEAR = "POST /hicache/storage-backend/clear"

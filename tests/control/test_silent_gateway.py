@@ -5,7 +5,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.fakes import FakeEngine
-from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.base.errors import WeightSyncError
 
 KINDS = ("prefetch", "poll", "state", "start", "load", "verify", "seal", "finish")
 EVERYTHING = {"success": True, "status": "ok", "message": "{}", "results": [None], "num_paused_requests": 0}

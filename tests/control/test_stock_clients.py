@@ -3,11 +3,11 @@
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.engines import client, running
-from tests.rpc.servers import CONFIG
-from tests.rpc.test_exchanges import GROUP, GROUPS, LOAD, NATIVE
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.types import Part
+from tests.control.engines import client, running
+from tests.control.servers import CONFIG
+from tests.control.test_exchanges import GROUP, GROUPS, LOAD, NATIVE
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError
+from torchrl_ext.base.types import Part
 
 LOADED = (200, {"results": [None]})
 FILES = {"transport": "disk", "params": [], "rank_offset": 1}

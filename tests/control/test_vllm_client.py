@@ -1,14 +1,14 @@
-"""The vLLM client and what releases and settings of a server change; the real server is in tests/engine."""
+"""The vLLM client and what releases and settings of a server change; the real server is in tests/real_engines."""
 
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.engines import Trainer, client
-from tests.rpc.engines import running as fakes
-from tests.rpc.servers import CONFIG, failed
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.routes import ANSWERS, escaped
-from torchrl_ext.rpc.makes.vllm import vllm_engine
+from tests.control.engines import Trainer, client
+from tests.control.engines import running as fakes
+from tests.control.servers import CONFIG, failed
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.base.routes import ANSWERS, escaped
+from torchrl_ext.control.makes.vllm import vllm_engine
 
 JOIN = {"transport": "disk", "params": []}
 GONE = (404, {"detail": "Not Found"})

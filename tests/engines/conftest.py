@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 
 

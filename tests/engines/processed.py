@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
-from torchrl_ext.proof.runtime import reachable
+from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.engines.runtime import reachable
 
 SIZE, EXPERTS = 8, 3
 

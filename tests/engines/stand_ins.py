@@ -12,13 +12,13 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Start, read
-from torchrl_ext.plugins.sglang import routes as sglang_routes
-from torchrl_ext.plugins.vllm import endpoint
-from torchrl_ext.routes import ANSWERS, CHANNEL, Flush
+from torchrl_ext.base.messages import Start, read
+from torchrl_ext.base.routes import ANSWERS, CHANNEL, Flush
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.engines.sglang import routes as sglang_routes
+from torchrl_ext.engines.vllm import endpoint
 from torchrl_ext.sync.worker_end import WorkerEnd
-from torchrl_ext.weights.digests import tensor_digest
 
 REQUESTS = (
     "PauseGenerationReqInput", "ContinueGenerationReqInput", "UpdateWeightVersionReqInput", "CheckWeightsReqInput",
@@ -194,7 +194,7 @@ def add_sglang(patch):
     }
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
-    patch.setattr("torchrl_ext.plugins.workers.agree", lambda words, *_: [words])
+    patch.setattr("torchrl_ext.engines.agreement.agree", lambda words, *_: [words])
 
 
 @pytest.fixture

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Inspect, Join, Load, Prefetch, Rehearse, Start, Verify
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.routes import bears_key
-from torchrl_ext.stores import LocalStore
-from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError
+from torchrl_ext.base.messages import Inspect, Join, Load, Prefetch, Rehearse, Start, Verify
+from torchrl_ext.base.routes import bears_key
+from torchrl_ext.base.types import API_KEY_VARIABLE, ParamMeta
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.data.transports.shared_root import SharedRoot
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.versions.opening import ROOTS_VARIABLE, admit
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.engines.update_from_disk import _located
 from torchrl_ext.sync.inspection import inspect
-from torchrl_ext.sync.update_from_disk import _located
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import API_KEY_VARIABLE, ParamMeta
-from torchrl_ext.weights.source import as_source
 
 KEY = "sesame"
 GET = ("/load", "/server_info", "/get_world_size", "/weight_info", "/weights_digest", "/is_paused", "/is_sleeping")

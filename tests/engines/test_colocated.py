@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.memory import track_peak
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
+from torchrl_ext.base.errors import EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import EngineError, EngineRefusedError, UpdateError
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.serving.engines.sglang import SGLangServer
-from torchrl_ext.serving.engines.vllm import VLLMServer
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.serving.sglang import SGLangServer
+from torchrl_ext.control.serving.vllm import VLLMServer
 
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
@@ -195,7 +195,7 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_and_the_next_one
 import os, signal, sys
 import torch, torchrl_ext as tx
 from tests.models import tiny_model
-from torchrl_ext.weights.source import MappingSource
+from torchrl_ext.data.weights.source import MappingSource
 class Fatal(MappingSource):
     def __iter__(self):
         for index, pair in enumerate(super().__iter__()):

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.engines.stand_ins import add_sglang
+from tests.engines.test_register import MADE, REGISTER, stand_in
 from tests.hostile import HOSTILE, worse_json
-from tests.plugins.stand_ins import add_sglang
-from tests.plugins.test_register import MADE, REGISTER, stand_in
 from tests.processes import python
-from torchrl_ext import messages
-from torchrl_ext.collectors.worker_end import Keep
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.plugins.sglang import register
-from torchrl_ext.routes import CHANNEL, Flush
+from torchrl_ext.base import messages
+from torchrl_ext.base.routes import CHANNEL, Flush
+from torchrl_ext.base.types import ParamMeta, Part
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.engines.sglang import register
+from torchrl_ext.rl.collectors.worker_end import Keep
 from torchrl_ext.sync.worker_end import WorkerEnd
-from torchrl_ext.types import ParamMeta, Part
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
 EVERY = [
@@ -118,7 +118,7 @@ def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, m
         success, words = register.load_from_disk(load, scheduler, SimpleNamespace(field=odd(chance)))
         assert success == (how == "loads") and words.encode() is not None
         assert register.continue_generation(lambda *_: "goes on", scheduler, value) in ("goes on", None)
-    monkeypatch.setattr("torchrl_ext.plugins.workers.agree", lambda *_: 1 / 0)  # its other workers are gone
+    monkeypatch.setattr("torchrl_ext.engines.agreement.agree", lambda *_: 1 / 0)  # its other workers are gone
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
     scheduler.tp_worker = None  # whatever of SGLang is not as it was
     request = SimpleNamespace(action=CHANNEL + json.dumps(messages.State().to_json()))
@@ -133,8 +133,8 @@ def test_a_scheduler_whose_model_holds_a_part_of_a_version_is_continued_by_nobod
 
 VLLM = REGISTER.replace("plugin.register()\nplugin.register()", MADE + '''
 from tests.hostile import HOSTILE
-from tests.plugins.test_damaged_calls import damaged
-from torchrl_ext.errors import EngineError
+from tests.engines.test_damaged_calls import damaged
+from torchrl_ext.base.errors import EngineError
 for last in (True, False):
     engine._is_last = last
     for told in damaged(2, 20):

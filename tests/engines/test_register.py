@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import finished, python
-from torchrl_ext.plugins.vllm import register as vllm_register
+from torchrl_ext.engines.vllm import register as vllm_register
 
 REGISTER = """
 import importlib, json, logging, pathlib, sys
@@ -25,7 +25,7 @@ for name, text in json.loads(files).items():
         pathlib.Path(folder, parent, "__init__.py").touch()
     path.write_text(text)
 sys.path.insert(0, folder)
-plugin = importlib.import_module(f"torchrl_ext.plugins.{plugin}.register")
+plugin = importlib.import_module(f"torchrl_ext.engines.{plugin}.register")
 plugin.register()
 plugin.register()
 print("registered")
@@ -75,8 +75,8 @@ def test_a_vllm_that_has_everything_is_found_without_a_warning(tmp_path):
 
 
 FAILED = """
-from torchrl_ext.routes import ANSWERS
-from torchrl_ext.errors import EngineError
+from torchrl_ext.base.routes import ANSWERS
+from torchrl_ext.base.errors import EngineError
 for error in (EngineError(ANSWERS + '{"whole": true}'), RuntimeError("no memory is left")):
     try:
         raise error
@@ -109,7 +109,7 @@ CONFIG = "from contextlib import nullcontext as set_current_vllm_config"
 MADE = """
 import torch
 from types import SimpleNamespace as Some
-from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
 text = Some(get_text_config=lambda: Some(tie_word_embeddings=False))
 config = Some(
     model_config=Some(model="/m", dtype=torch.float32, hf_config=text, revision=None),
@@ -125,7 +125,7 @@ WORKER = REGISTER.replace(
     "plugin.register()\nplugin.register()",
     MADE
     + """
-from torchrl_ext.messages import Join
+from torchrl_ext.base.messages import Join
 join = Join.of({"transport": "disk", "params": [], "rank_offset": 0}).to_json()
 for step in (
     lambda: engine.init_transfer_engine(engine.parse_init_info(join)),
@@ -180,7 +180,7 @@ class WorkerBase:
 RELOADED = """
 from types import SimpleNamespace
 from vllm.v1.worker.worker_base import WorkerBase
-from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
 worker = WorkerBase()
 worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
 TorchRLExtEngine.invalidate = lambda engine, whole: print("noticed")
@@ -199,8 +199,8 @@ RESUMED = """
 from types import SimpleNamespace
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.worker_base import WorkerBase
-from torchrl_ext.errors import EngineError
-from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+from torchrl_ext.base.errors import EngineError
+from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
 core, worker = EngineCore(), object.__new__(WorkerBase)
 worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
 core.model_executor = SimpleNamespace(collective_rpc=lambda name: [getattr(worker, name)()])

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchrl_ext as tx
-from tests.proof.processed import PROBE, Absorbed, Model, ProcessedModel, Sabotage, checkpoint, outputs, processed
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.kernels.base import flat_bits
-from torchrl_ext.plugins.loader import EngineLoader
-from torchrl_ext.proof import runtime
-from torchrl_ext.proof.known_weights import changed, chosen_positions, content
-from torchrl_ext.proof.rules import RULES
-from torchrl_ext.proof.runtime import reachable
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from tests.engines.processed import PROBE, Absorbed, Model, ProcessedModel, Sabotage, checkpoint, outputs, processed
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.engines import runtime
+from torchrl_ext.engines.known_weights import changed, chosen_positions, content
+from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.rules import RULES
+from torchrl_ext.engines.runtime import reachable
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import python
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.messages import Finish, Start
-from torchrl_ext.plugins.found import started_with
-from torchrl_ext.plugins.sglang import register
-from torchrl_ext.serving.engines.sglang import SGLangServer
-from torchrl_ext.serving.engines.vllm import VLLMServer
-from torchrl_ext.serving.overlay import make_overlay
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.messages import Finish, Start
+from torchrl_ext.control.serving.overlay import make_overlay
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.control.serving.sglang import SGLangServer
+from torchrl_ext.control.serving.vllm import VLLMServer
+from torchrl_ext.engines.found import started_with
+from torchrl_ext.engines.sglang import register
 
 LOOK = """
 import sys
@@ -27,8 +27,8 @@ from importlib.metadata import entry_points
 (found,) = [entry for entry in entry_points(group={group!r}) if entry.name == "torchrl_ext"][:1]
 before = set(sys.modules)
 found.load()
-import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
-import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.workers
+import torchrl_ext.sync.receiver, torchrl_ext.data.landing.placement, torchrl_ext.data.weights.checkpoint
+import torchrl_ext.data.transports.disk, torchrl_ext.data.transports.collective.transport, torchrl_ext.engines.agreement
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang", "vllm"}}))
 print(torchrl_ext.__file__)
@@ -83,8 +83,8 @@ def test_a_model_that_was_loaded_before_our_first_message_is_not_taken_for_its_s
     group = SimpleNamespace(cpu_group=None, world_size=1)
     parallel = SimpleNamespace(get_pp_group=lambda: group, get_tp_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", parallel)
-    monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.worker", SimpleNamespace(SGLangWorker=Worker))
-    monkeypatch.setattr("torchrl_ext.plugins.workers.agree", lambda words, *_: [words])
+    monkeypatch.setitem(sys.modules, "torchrl_ext.engines.sglang.worker", SimpleNamespace(SGLangWorker=Worker))
+    monkeypatch.setattr("torchrl_ext.engines.agreement.agree", lambda words, *_: [words])
     loaded, fresh = Model("org/start", revision="main"), Model("org/start", revision="main")
     arguments = ("/another", "auto") if by == "update_weights_from_disk" else ("/another",)
     assert getattr(register, by)(loaded.load, loaded, *arguments) == (True, "loaded")
@@ -100,9 +100,9 @@ def test_a_model_that_was_loaded_before_our_first_message_is_not_taken_for_its_s
 @pytest.fixture
 def worker(monkeypatch):
     """The module of the worker, without a model of SGLang's."""
-    monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.model", SimpleNamespace(SGLangModel=None))
-    yield import_module("torchrl_ext.plugins.sglang.worker")
-    sys.modules.pop("torchrl_ext.plugins.sglang.worker")
+    monkeypatch.setitem(sys.modules, "torchrl_ext.engines.sglang.model", SimpleNamespace(SGLangModel=None))
+    yield import_module("torchrl_ext.engines.sglang.worker")
+    sys.modules.pop("torchrl_ext.engines.sglang.worker")
 
 
 class Overlapping:
@@ -195,10 +195,10 @@ def test_tokens_of_a_launched_batch_have_the_weights_and_label_before(worker, up
 TOGETHER = """
 import os, sys, torch
 from torch import distributed
-from torchrl_ext.plugins.workers import agree, combine
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.landing.patcher import Patcher, Piece
-from torchrl_ext.weights.digests import position_digest
+from torchrl_ext.engines.agreement import agree, combine
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.landing.patcher import Patcher, Piece
+from torchrl_ext.data.weights.digests import position_digest
 
 rank = int(sys.argv[1])
 store = distributed.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0)

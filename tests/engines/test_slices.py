@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
-from torchrl_ext.landing.sliced import Sliced, part_of
-from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
-from torchrl_ext.proof.runtime import reachable
-from torchrl_ext.weights.digests import position_digest, tensor_digest
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
+from torchrl_ext.data.landing.sliced import Sliced, part_of
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.digests import position_digest, tensor_digest
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.engines.runtime import reachable
 
 RANKS, HIDDEN, VOCAB, EXPERTS, INNER = 2, 8, 10, 4, 6
 SHAPES = {

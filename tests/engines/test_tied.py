@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from tests.landing.changes import Listed
-from tests.proof import processed
-from torchrl_ext.errors import ManifestError, StaleBaseError, UpdateError
-from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
-from torchrl_ext.proof.known_weights import changed, reverting_changes
-from torchrl_ext.proof.runtime import reachable
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import position_digest, tensor_digest
+from tests.data.landing.changes import Listed
+from tests.engines import processed
+from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.digests import position_digest, tensor_digest
+from torchrl_ext.engines.known_weights import changed, reverting_changes
+from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.engines.runtime import reachable
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 SHAPE = 6, 4
 

@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 from starlette.testclient import TestClient
 
 import torchrl_ext as tx
+from tests.data.transports.chains import folder
+from tests.engines.stand_ins import VLLM, SGLang, add_sglang
 from tests.hostile import worse_json
 from tests.models import tiny_checkpoint, tiny_model
-from tests.plugins.stand_ins import VLLM, SGLang, add_sglang
 from tests.processes import WAIT_S
-from tests.transports.chains import folder
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.embedded.server import make_app
-from torchrl_ext.routes import MAX_BODY_BYTES
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.base.routes import MAX_BODY_BYTES
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.server import make_app
 
 LOAD = "/update_weights_from_disk"
 JSON = {"content-type": "application/json"}
@@ -177,7 +177,7 @@ def test_a_load_that_breaks_leaves_the_engine_paused_until_a_good_one_and_a_resu
     trainer.shutdown()
     body = {"load_format": "delta", "model_path": str(root), "weight_version": "1"}
     with monkeypatch.context() as patch:
-        patch.setattr("torchrl_ext.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
+        patch.setattr("torchrl_ext.data.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
         assert "is paused" in ask(engine, LOAD, body, expected=400) and engine.paused
     ask(engine, LOAD, body)
     assert serves(engine, history[1]) and engine.label == "1" and engine.paused
@@ -198,15 +198,15 @@ class TestStandIns:
         load = threading.Thread(target=ask, args=(engine, LOAD, delta(tmp_path, 1)))
         load.start()
         assert engine.hanging.wait(WAIT_S)
-        monkeypatch.setattr("torchrl_ext.sync.update_from_disk._BUSY_S", 0.01)
+        monkeypatch.setattr("torchrl_ext.engines.update_from_disk._BUSY_S", 0.01)
         assert "another load" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
         engine.let_go.set()
         load.join()
         assert serves(engine, history[1])
         engine.hangs = "finish_weight_update" if engine.kind == "vllm" else "finish"
         engine.let_go.clear()
-        monkeypatch.setattr("torchrl_ext.rpc.port.Port.timeout_s", 0.3)
-        monkeypatch.setattr("torchrl_ext.plugins.sglang.routes._STEP_S", 0.3)
+        monkeypatch.setattr("torchrl_ext.control.port.Port.timeout_s", 0.3)
+        monkeypatch.setattr("torchrl_ext.engines.sglang.routes._STEP_S", 0.3)
         assert "did not answer within" in ask(engine, LOAD, delta(tmp_path, 2), expected=400)
 
 

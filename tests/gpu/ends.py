@@ -12,12 +12,12 @@ import time
 import torch
 
 import torchrl_ext as tx
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.transports.base import Arrival, Update, Worker
-from torchrl_ext.transports.native.meeting import NAME
-from torchrl_ext.transports.native.transport import NativeTransport, layout_of
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.base import Arrival, Update, Worker
+from torchrl_ext.data.transports.native.meeting import NAME
+from torchrl_ext.data.transports.native.transport import NativeTransport, layout_of
+from torchrl_ext.data.weights.source import as_source
 
 WAIT_S = 300
 GROUPS = ("collective", "broadcast", "sglang", "vllm")

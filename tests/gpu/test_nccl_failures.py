@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.test_two_processes import environment
 from tests.processes import running_python
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ print(torch.ones(3, device=end.device).sum().item(), flush=True)
 ABSENT = """
 import sys
 import torchrl_ext as tx
-from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.data.transports.group.process_group import Group
 Group._exchange = lambda self, within: (print("connected", flush=True), sys.stdin.readline())
 tx.VLLMCollectiveTransport("127.0.0.1", int(sys.argv[1]), 1, 2, timeout_s=300).init_all_workers_group({})
 """

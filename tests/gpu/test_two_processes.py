@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.ends import GROUPS
 from tests.processes import running_python
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
 
 pytestmark = [
     pytest.mark.gpu,

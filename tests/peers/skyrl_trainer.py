@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tests.models import tiny_model
-from torchrl_ext.plugins.vllm.trainer import TorchRLExtTrainerInitInfo
+from torchrl_ext.compat.vllm_api import TorchRLExtTrainerInitInfo
 
 
 def loaded(folder, name):

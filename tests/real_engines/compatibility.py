@@ -1,9 +1,9 @@
-"""Writes what came out of `tests.engine.test_kinds` and `tests.engine.test_conformance` into docs/compatibility.md.
+"""Writes what came out of `tests.real_engines.test_kinds` and `tests.real_engines.test_conformance` into docs/compatibility.md.
 
-    python -m pytest --engines --exhaustive tests/engine/test_kinds.py --kind-results results.jsonl
-    python -m tests.engine.compatibility results.jsonl
-    python -m pytest --engines --exhaustive tests/engine/test_conformance.py --kit-results kit.jsonl
-    python -m tests.engine.compatibility --kit kit.jsonl
+    python -m pytest --engines --exhaustive tests/real_engines/test_kinds.py --kind-results results.jsonl
+    python -m tests.real_engines.compatibility results.jsonl
+    python -m pytest --engines --exhaustive tests/real_engines/test_conformance.py --kit-results kit.jsonl
+    python -m tests.real_engines.compatibility --kit kit.jsonl
 
 Each run of a cell or a case added one line to the file; the last one counts. Cells without any are told as not run.
 """
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.engine.cells import CELLS, Cell
+from tests.real_engines.cells import CELLS, Cell
 
 __all__ = ["kinds_table", "kit_table", "write_between"]
 
@@ -111,7 +111,7 @@ def _row(cell: Cell, found: Mapping) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Rewrite the page."""
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.compatibility", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.real_engines.compatibility", description=__doc__)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("results", nargs="?", type=Path, help="what --kind-results wrote")
     given.add_argument("--kit", type=Path, help="what --kit-results wrote")

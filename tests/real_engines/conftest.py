@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_model, tiny_tokenizer
+from tests.real_engines.served import ServedSGLang, ServedVLLM, serving
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

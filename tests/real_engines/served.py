@@ -14,13 +14,13 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, VOCAB, doubtful, greedy
 from tests.processes import COMMAND, WAIT_S, family, finished, maps_of
+from torchrl_ext.base.registry import engines
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.cli.main import main
-from torchrl_ext.registry import engines
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.serving import routing
-from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.server import start
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.serving import routing
+from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.server import start
 
 _ENDS = ThreadPoolExecutor(4)
 FORKING = str(Path(__file__).with_name("site"))
@@ -30,10 +30,10 @@ LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(180)]
 
 
 def kept_keys(role, folder):
-    """The configuration of a vLLM that keeps keys and values in a folder (`tests.engine.kept_keys`)."""
+    """The configuration of a vLLM that keeps keys and values in a folder (`tests.real_engines.kept_keys`)."""
     return {
         "kv_connector": "KeptKeys",
-        "kv_connector_module_path": "tests.engine.kept_keys",
+        "kv_connector_module_path": "tests.real_engines.kept_keys",
         "kv_role": role,
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }

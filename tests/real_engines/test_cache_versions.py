@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import LONG, sending
 from tests.models import tiny_model
-from torchrl_ext.proof.scoring import score
+from tests.real_engines.served import LONG, sending
+from torchrl_ext.sync.scoring import score
 
 pytestmark = pytest.mark.engine
 

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.served import at_work, sending
 from tests.models import tiny_model
 from tests.pages import on_servers
-from torchrl_ext.errors import EngineError
+from tests.real_engines.served import at_work, sending
+from torchrl_ext.base.errors import EngineError
 
 pytestmark = pytest.mark.engine
 

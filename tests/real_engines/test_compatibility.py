@@ -3,8 +3,8 @@
 import json
 import re
 
-from tests.engine.cells import CELLS
-from tests.engine.compatibility import KIT, kinds_table, kit_table, main
+from tests.real_engines.cells import CELLS
+from tests.real_engines.compatibility import KIT, kinds_table, kit_table, main
 
 RESULT = {
     "engine": "vllm",

@@ -1,7 +1,7 @@
 """The kit for running engines (`torchrl_ext.testing.engine`) judges stock engines, and engines with the plugin.
 
 Faults that stock engines are known to have are expected by the names of the cases. ``--kit-results FILE`` takes down
-what came out, for `tests.engine.compatibility`.
+what came out, for `tests.real_engines.compatibility`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 
 import pytest
 
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.kinds import kind_checkpoint
 from tests.processes import finished
+from tests.real_engines.served import ServedSGLang, ServedVLLM, serving
 from tests.testing import KIT
 
 pytestmark = pytest.mark.engine

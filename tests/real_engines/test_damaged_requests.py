@@ -6,11 +6,11 @@ import random
 import httpx
 import pytest
 
+from tests.engines.test_damaged_calls import EVERY
 from tests.hostile import worse_json
-from tests.plugins.test_damaged_calls import EVERY
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.messages import FORMAT, read
-from torchrl_ext.routes import CHANNEL
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.base.messages import FORMAT, read
+from torchrl_ext.base.routes import CHANNEL
 
 pytestmark = pytest.mark.engine
 

@@ -14,9 +14,9 @@ import torch
 
 import torchrl_ext as tx
 from tests.bench.models import plain_linears
-from tests.engine.served import ServedSGLang, ServedVLLM, assert_spans, by_route, sending, serving
 from tests.models import tiny_checkpoint, tiny_model
-from torchrl_ext.weights.digests import position_digest
+from tests.real_engines.served import ServedSGLang, ServedVLLM, assert_spans, by_route, sending, serving
+from torchrl_ext.data.weights.digests import position_digest
 
 pytestmark = pytest.mark.engine
 

@@ -1,11 +1,11 @@
-"""`torchrl-ext doctor` and `push` at real servers and a real router; without our plugin: `tests.engine.test_native`."""
+"""`torchrl-ext doctor` and `push` at real servers and a real router; without our plugin: `tests.real_engines.test_native`."""
 
 import pytest
 
-from tests.engine.served import command
 from tests.models import greedy, tiny_checkpoint, tiny_model
+from tests.real_engines.served import command
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.serving.router import RouterProcess
+from torchrl_ext.control.serving.router import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import assert_spans, at_work, command, sending, until_met
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_model
+from tests.real_engines.served import assert_spans, at_work, command, sending, until_met
 
 pytestmark = pytest.mark.engine
 

@@ -9,10 +9,10 @@ import tempfile
 import pytest
 import torch
 
-from tests.engine.served import spec_of
 from tests.models import tiny_checkpoint
 from tests.processes import ROOT
-from torchrl_ext.serving.overlay import make_overlay, on_path
+from tests.real_engines.served import spec_of
+from torchrl_ext.control.serving.overlay import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 
@@ -25,11 +25,11 @@ def checkpoints(tmp_path):
 
 
 def run(tmp_path, *arguments, beside=ROOT, **environ):
-    """Run a program of `tests.engine.in_process` in vLLM's environment."""
+    """Run a program of `tests.real_engines.in_process` in vLLM's environment."""
     spec, overlay = spec_of("vllm"), make_overlay(tmp_path / "overlay")
     path = os.pathsep.join([on_path(overlay), str(ROOT), str(beside)])
     done = subprocess.run(
-        [spec.interpreter, "-m", "tests.engine.in_process", *arguments],
+        [spec.interpreter, "-m", "tests.real_engines.in_process", *arguments],
         cwd=ROOT,
         env={**os.environ, **spec.variables(), "PYTHONPATH": path, **environ},
         capture_output=True,

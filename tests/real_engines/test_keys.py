@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_model
+from tests.real_engines.served import ServedSGLang, ServedVLLM, serving
 
 pytestmark = pytest.mark.engine
 

@@ -1,8 +1,8 @@
-"""Engines of each make follow a trainer of each kind: the cells of `tests.engine.cells`, one engine start each.
+"""Engines of each make follow a trainer of each kind: the cells of `tests.real_engines.cells`, one engine start each.
 
 An engine starts with one checkpoint and gets twelve others. What it then says of given tokens is what the trainer says,
 as near as when it started: an update adds nothing. ``--kind-results FILE`` takes down what came out, for
-`tests.engine.compatibility`.
+`tests.real_engines.compatibility`.
 """
 
 import copy
@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.cells import CELLS
-from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.kinds import kind_checkpoint, kind_model
 from tests.quantised import FORMS, quantise_checkpoint, quantised, round_to
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.proof.scoring import score
+from tests.real_engines.cells import CELLS
+from tests.real_engines.served import ServedSGLang, ServedVLLM, serving
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.sync.scoring import score
 
 pytestmark = pytest.mark.engine
 

@@ -5,11 +5,11 @@ import torch
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
-from tests.engine.served import LONG, ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_model
 from tests.pages import on_servers
-from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.proof.scoring import score
+from tests.real_engines.served import LONG, ServedSGLang, ServedVLLM, serving
+from torchrl_ext.base.errors import EngineRefusedError
+from torchrl_ext.sync.scoring import score
 
 pytestmark = pytest.mark.engine
 

@@ -20,8 +20,11 @@ import torch
 from hypothesis import given
 
 import torchrl_ext as tx
-from tests.engine.conftest import small
-from tests.engine.served import (
+from tests.data.transports.test_native import PARAMS, SIZE
+from tests.models import tiny_checkpoint, tiny_model
+from tests.processes import WAIT_S, calling, finished
+from tests.real_engines.conftest import small
+from tests.real_engines.served import (
     FORKING,
     ServedSGLang,
     ServedVLLM,
@@ -33,16 +36,13 @@ from tests.engine.served import (
     spec_of,
     until_met,
 )
-from tests.models import tiny_checkpoint, tiny_model
-from tests.processes import WAIT_S, calling, finished
-from tests.transports.test_native import PARAMS, SIZE
 from tests.turns import Meanwhile
-from torchrl_ext.errors import UpdateError, WeightSyncError
+from torchrl_ext.base.errors import UpdateError, WeightSyncError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.native.transport import layout_of
+from torchrl_ext.data.weights.digests import byte_view
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.testing import any_bits, same_bits
-from torchrl_ext.transports.native.transport import layout_of
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.source import as_source
 
 pytestmark = pytest.mark.engine
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import sending
 from tests.models import VOCAB, tiny_model
-from torchrl_ext.errors import UpdateError
-from torchrl_ext.proof.outputs import Probe, gaps, random_prompts
-from torchrl_ext.proof.scoring import score
+from tests.real_engines.served import sending
+from torchrl_ext.base.errors import UpdateError
+from torchrl_ext.sync.outputs import Probe, gaps, random_prompts
+from torchrl_ext.sync.scoring import score
 
 pytestmark = pytest.mark.engine
 

@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.served import LONG, kept_keys
 from tests.models import greedy, tiny_model
+from tests.real_engines.served import LONG, kept_keys
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.serving.launchers import LocalLauncher
-from torchrl_ext.serving.served import OwnedEngines
+from torchrl_ext.control.serving.launchers import LocalLauncher
+from torchrl_ext.control.serving.served import OwnedEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import sending
 from tests.models import tiny_model
 from tests.processes import calling, finished
+from tests.real_engines.served import sending
 from tests.turns import CLOSE, PROMPTS, die, gap
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.control.serving.processes import free_port
 
 pytestmark = pytest.mark.engine
 

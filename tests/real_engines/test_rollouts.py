@@ -7,11 +7,11 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
-from tests.engine.served import demo, sending
+from tests.control.requests.inputs import TEMPLATE, leaves, prompts
 from tests.models import tiny_model, tiny_tokenizer
-from tests.rollout.inputs import TEMPLATE, leaves, prompts
-from torchrl_ext.cli.demo.training import Trainer
-from torchrl_ext.rollout.torchrl.lag import MaxLag
+from tests.real_engines.served import demo, sending
+from torchrl_ext.cli.training import Trainer
+from torchrl_ext.rl.policy.lag import MaxLag
 
 pytestmark = pytest.mark.engine
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import sending, until_met
+from tests.control.requests.aborts import started, through_aborts
+from tests.control.serving.test_membership import listed, report
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.pages import on_servers
-from tests.rollout.aborts import started, through_aborts
-from tests.serving.test_membership import listed, report
+from tests.real_engines.served import sending, until_met
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.routing import Routing
+from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
 

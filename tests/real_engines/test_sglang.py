@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.served import at_work, by_route, sending, until_met
 from tests.models import tiny_model
+from tests.real_engines.served import at_work, by_route, sending, until_met
 
 pytestmark = pytest.mark.engine
 

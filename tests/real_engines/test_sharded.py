@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import torchrl_ext as tx
-from tests.engine.cells import TP_2, by, sglang, vllm
-from tests.engine.test_kinds import made, started
 from tests.kinds import kind_model
 from tests.processes import calling, running_python
+from tests.real_engines.cells import TP_2, by, sglang, vllm
+from tests.real_engines.test_kinds import made, started
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.testing import free_port
-from torchrl_ext.weights.source import as_source
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +31,7 @@ CELLS = (
     sglang("qwen3", **TP_2, proofs=("in place",)),
     sglang("qwen3-moe", parallel="ep 2", proofs=("in place",), **by(tensor_parallel_size=2, flags=("--ep-size", "2"))),
 )
-USUAL = {"sglang-qwen3-moe-ep 2"}  # vLLM by slices: tests.engine.test_turns and test_vllm_api
+USUAL = {"sglang-qwen3-moe-ep 2"}  # vLLM by slices: tests.real_engines.test_turns and test_vllm_api
 
 
 def be_a_rank(rank, port, engine, url, kind):

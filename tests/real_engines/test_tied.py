@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.served import ServedSGLang, ServedVLLM, sending, serving
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
-from torchrl_ext.errors import UpdateError
-from torchrl_ext.proof.scoring import score
+from tests.real_engines.served import ServedSGLang, ServedVLLM, sending, serving
+from torchrl_ext.base.errors import UpdateError
+from torchrl_ext.sync.scoring import score
 
 pytestmark = pytest.mark.engine
 

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.test_engine_states import run_real, seeds
+from tests.control.test_engine_states import run_real, seeds
 from tests.turns import TRANSPORTS as BY
 from tests.turns import Turns, each_after_each, may_serve
-from torchrl_ext.errors import DeadlineError, EngineError
+from torchrl_ext.base.errors import DeadlineError, EngineError
 
 pytestmark = pytest.mark.engine
 

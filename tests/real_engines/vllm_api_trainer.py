@@ -34,7 +34,7 @@ def main(rank, world, port, url, transport, settings, seeds, dies):
     torch.set_num_threads(1)
     load_general_plugins()
     assert "torchrl_ext" in WeightTransferTrainerFactory._registry
-    from torchrl_ext.plugins.vllm.trainer import TorchRLExtTrainerInitInfo
+    from torchrl_ext.compat.vllm_api import TorchRLExtTrainerInitInfo
 
     where = {"init_method": f"tcp://127.0.0.1:{port}", "timeout": datetime.timedelta(seconds=300)}
     dist.init_process_group("gloo", rank=rank, world_size=world, **where)

@@ -17,16 +17,16 @@ from hydra.utils import instantiate
 from omegaconf import MISSING
 
 import torchrl_ext as tx
-import torchrl_ext.configs.hydra as groups
+import torchrl_ext.rl.hydra as groups
 from tests.processes import ROOT, finished, python
-from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
-from torchrl_ext.collectors.updater import TransportWeightUpdater
-from torchrl_ext.registry import transports
+from torchrl_ext.base.registry import transports
+from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
+from torchrl_ext.rl.collectors.updater import TransportWeightUpdater
 
 TRAINER_S = 300
 SCRIPT = """
 import os, runpy, sys
-runpy.run_path("tests/engine/site/sitecustomize.py")["fork_from_a_helper"](())  # of this process, which imported all
+runpy.run_path("tests/real_engines/site/sitecustomize.py")["fork_from_a_helper"](())  # of this process, which imported all
 os.chdir(sys.argv[1])
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -145,7 +145,7 @@ def test_an_updater_of_a_config_opens_nothing_before_it_pushes(tmp_path):
 def test_one_import_is_enough():
     names = python(
         "import json, sys; assert 'hydra' not in sys.modules\n"
-        "import torchrl_ext.configs\n"
+        "import torchrl_ext.rl.hydra\n"
         "from hydra.core.config_store import ConfigStore\n"
         "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))"
     )
@@ -161,7 +161,7 @@ def test_without_hydra_there_are_no_groups_and_the_options_need_none():
         "sys.modules['hydra'] = None\n"
         "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
         "try:\n"
-        "    import torchrl_ext.configs\n"
+        "    import torchrl_ext.rl.hydra\n"
         "except tx.errors.ConfigError as error:\n"
         "    assert 'hydra groups need hydra-core' in str(error)\n"
         "else:\n"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tests.processes import WAIT_S
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.messages import Join, Load
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.messages import Join, Load
+from torchrl_ext.data.transports.base import Update
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.sync.update_source import UpdateSource
-from torchrl_ext.transports.base import Update
-from torchrl_ext.weights.source import as_source
 
 
 def invitation(transport, model, workers=1):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import torchrl_ext as tx
-from torchrl_ext.errors import EngineRefusedError, UpdateError
-from torchrl_ext.registry import transports
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import EngineRefusedError, UpdateError
+from torchrl_ext.base.registry import transports
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 BEFORE_THE_PAUSE = ("open", "connect", "prepare", "prefetch", "ahead")
 IN_THE_PAUSE = ("begin", "load", "transfer", "verify", "commit")

@@ -13,12 +13,18 @@ from msgspec import structs
 
 import torchrl_ext as tx
 from tests.sync.by_hand import invitation, limited, prepared
-from torchrl_ext.errors import EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError, WeightSyncError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Finish, Leave, Prefetch, Reset, Seal, Start, State, Verify, stamped
-from torchrl_ext.types import Part
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.errors import (
+    EngineRefusedError,
+    IntegrityError,
+    NotConnectedError,
+    StaleBaseError,
+    WeightSyncError,
+)
+from torchrl_ext.base.messages import Finish, Leave, Prefetch, Reset, Seal, Start, State, Verify, stamped
+from torchrl_ext.base.types import Part
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.source import as_source
 
 NAMES = ("a", "b", "c")
 

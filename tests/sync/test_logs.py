@@ -9,9 +9,9 @@ from torch import nn
 from torchrl.record.loggers import CSVLogger
 
 import torchrl_ext as tx
-from torchrl_ext.errors import ConfigError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import ConfigError, UpdateError
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 
 class Loader(TensorsLoader):

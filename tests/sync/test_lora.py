@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
+from tests.control import sockets
 from tests.models import tiny_model
-from tests.rpc import sockets
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError
+from torchrl_ext.control.fleet import Pool
 
 peft = pytest.importorskip("peft")
 

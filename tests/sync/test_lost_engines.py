@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.errors import EngineError, UpdateError
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.base.errors import EngineError, UpdateError
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.serving.processes import free_port
 
 
 def doomed(server, step):

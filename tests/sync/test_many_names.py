@@ -10,10 +10,10 @@ import torch
 
 import torchrl_ext as tx
 from tests.models import converted_model
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights import hf_names
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.weights import hf_names
 
 
 def tensors(count):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from torchrl_ext.errors import EngineError, EngineUnreachableError
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.base.errors import EngineError, EngineUnreachableError
+from torchrl_ext.control.fleet import Pool
 
 STEPS = ("info", "connect", "rehearse", "prefetch", "begin", "load", "commit")
 

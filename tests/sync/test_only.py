@@ -10,14 +10,14 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import WAIT_S
 from tests.sync.by_hand import limited
-from torchrl_ext.errors import ConfigError, EngineUnreachableError, ManifestError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.sync.engines.inprocess import InProcessEngine, Layered
+from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, ManifestError, UpdateError
+from torchrl_ext.base.types import Part
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
+from torchrl_ext.data.weights.derived import MappedSource
+from torchrl_ext.data.weights.source import ModuleSource, WeightSource, as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine, Layered
 from torchrl_ext.sync.update_source import named
-from torchrl_ext.types import Part
-from torchrl_ext.weights.derived import MappedSource
-from torchrl_ext.weights.source import ModuleSource, WeightSource, as_source
 
 
 class Counted(ModuleSource):

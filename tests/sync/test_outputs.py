@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
-from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
-from torchrl_ext.proof.outputs import Probe, bound_of, gaps, random_prompts
-from torchrl_ext.proof.scoring import score
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.rpc.makes.vllm import EmbeddedPort
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import PROOFS, ParamMeta, least
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, UpdateError
+from torchrl_ext.base.types import PROOFS, ParamMeta, least
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.makes.vllm import EmbeddedPort
+from torchrl_ext.sync.local.inprocess import InProcessEngine
+from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts
+from torchrl_ext.sync.scoring import score
 
 
 @contextmanager

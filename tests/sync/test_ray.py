@@ -13,12 +13,12 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import AsyncVLLM, RayLLMWorker, vllm_async
 
 import torchrl_ext as tx
+from tests.control.ray_cluster import two_nodes
 from tests.models import tiny_model
-from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     EngineRefusedError,
@@ -26,8 +26,8 @@ from torchrl_ext.errors import (
     ManifestError,
     UpdateError,
 )
-from torchrl_ext.rpc.discovery import as_engine
-from torchrl_ext.sync.engines.ray import ray_engine
+from torchrl_ext.control.discovery import as_engine
+from torchrl_ext.sync.local.ray import ray_engine
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120

@@ -6,17 +6,17 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
-from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
+from tests.rl.collectors.collecting import same
 from tests.sync.by_hand import invitation, prepared
-from torchrl_ext.errors import EngineRefusedError, ManifestError, NotConnectedError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.messages import Finish, Join, Prefetch, Start, State
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import EngineRefusedError, ManifestError, NotConnectedError, UpdateError
+from torchrl_ext.base.messages import Finish, Join, Prefetch, Start, State
+from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import Held
 from torchrl_ext.testing import same_bits
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import as_source
 
 
 @pytest.mark.parametrize("name", ["delta", "disk", "memory"])

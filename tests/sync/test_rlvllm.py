@@ -12,11 +12,11 @@ from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, UpdateError
-from torchrl_ext.routes import ANSWERS, answers_in
-from torchrl_ext.rpc.discovery import as_engine
-from torchrl_ext.sync.engines import ray
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, UpdateError
+from torchrl_ext.base.routes import ANSWERS, answers_in
+from torchrl_ext.control.discovery import as_engine
+from torchrl_ext.sync.local import ray
 
 
 class Other(RLvLLMEngine):

@@ -13,12 +13,12 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.fakes import FakeEngine
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
-from torchrl_ext.weights.source import as_source
 
 
 @pytest.fixture(params=["memory", "disk"])

@@ -13,10 +13,8 @@ from torch import nn
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from tests.sync.vllm_objects import AsyncLLM, net
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
@@ -25,7 +23,9 @@ from torchrl_ext.errors import (
     UpdateError,
     WeightSyncError,
 )
-from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.protocol import GenerateRequest
 
 
 @pytest.fixture(scope="module")

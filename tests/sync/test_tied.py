@@ -8,8 +8,8 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import tiny_model
-from torchrl_ext.errors import ManifestError, UpdateError
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import ManifestError, UpdateError
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 TRANSPORTS = ("memory", "disk", "delta")
 

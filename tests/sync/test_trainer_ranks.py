@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 import torchrl_ext as tx
 from tests.ranks import on_ranks
-from torchrl_ext.errors import ManifestError, UpdateError
-from torchrl_ext.proof.outputs import Probe
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.base.errors import ManifestError, UpdateError
+from torchrl_ext.data.weights.source import WeightSource, as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
+from torchrl_ext.sync.outputs import Probe
 
 
 class Gathered(WeightSource):

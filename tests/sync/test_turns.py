@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Meanwhile, Policy, Turns, each_after_each, may_serve
-from torchrl_ext.errors import ConcurrentUpdateError, WeightSyncError
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.errors import ConcurrentUpdateError, WeightSyncError
+from torchrl_ext.data.weights.source import as_source
 
 FEW = ("delta on a base", "delta by broadcast", "disk", "sharded", "ipc")
 """Of `ROUTES`, those that leave an engine in different states."""

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from tests.data.transports.sharded_engine import Together as Agreeing
 from tests.lagging import DEVICE, Lagging
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
-from tests.transports.sharded_engine import Together as Agreeing
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import EngineError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import EngineError
+from torchrl_ext.base.messages import (
     Finish,
     Inspect,
     Join,
@@ -26,9 +25,10 @@ from torchrl_ext.messages import (
     Start,
     Verify,
 )
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights.digests import digest_of, tensor_digest
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
-from torchrl_ext.weights.digests import digest_of, tensor_digest
-from torchrl_ext.weights.source import as_source
 
 
 class Together(Agreeing):

@@ -17,7 +17,7 @@ from torchrl.modules.llm.backends.vllm import vllm_async
 
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
-from torchrl_ext.routes import BACKEND, TAKE_OVER
+from torchrl_ext.base.routes import BACKEND, TAKE_OVER
 
 WORDS = 16
 

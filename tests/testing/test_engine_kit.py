@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.fakes import FakeEngine
 from tests.processes import finished
 from tests.testing import KIT
-from torchrl_ext.proof.scoring import score
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.sync.scoring import score
 from torchrl_ext.testing.engine import test_updates as cases
 from torchrl_ext.testing.engine.subject import Subject
 from torchrl_ext.testing.tiny import make_tiny_lm
-from torchrl_ext.weights.checkpoint import CheckpointSource
 
 SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_attention_heads": 2}
 

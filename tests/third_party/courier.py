@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.source import checked
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError, NotConnectedError
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.weights.source import checked
 
 _OPENER = build_opener(ProxyHandler({}))  # the trainer is asked itself, whatever proxies the environment names
 

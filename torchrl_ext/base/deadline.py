@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar, final
 
-from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.base.errors import DeadlineError, TransportError, WeightSyncError
 
 __all__ = ["Deadline", "beside", "in_thread", "one_at_a_time"]
 

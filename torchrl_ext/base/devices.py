@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 __all__ = ["Recorded", "free_cached", "known_device", "recorded", "settle", "usable_device", "wait_for"]
 

@@ -8,7 +8,7 @@ import stat
 from abc import ABC, abstractmethod
 from typing import ClassVar, final
 
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.base.errors import IntegrityError
 
 __all__ = ["LocalFile", "OpenFile", "identity", "open_regular", "sync"]
 

@@ -2,7 +2,7 @@
 
 A message is one JSON object: ``{"format": 5, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
-The engine's client (`torchrl_ext.rpc`) and plugin choose the route. Workers handle messages in
+The engine's client (`torchrl_ext.control`) and plugin choose the route. Workers handle messages in
 `torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, for weights in this process, in
 `torchrl_ext.sync.receiver.WeightReceiver.handle`. The answer is also a JSON object, and may be empty.
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 import torchrl_ext
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.types import Count, Info, Params, Part, Text, Wire
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.base.types import Count, Info, Params, Part, Text, Wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -174,10 +174,10 @@ class Join(Connected, frozen=True, kw_only=True):
 
 
 class Rehearse(Connected, frozen=True, kw_only=True):
-    """Tells workers to check that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
+    """Tells workers to check that an update leads to the same state as a cold start (`torchrl_ext.engines.rehearsal`).
 
     The answer has ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof``, ``shared`` (the parameters of
-    the join that land in one memory, `torchrl_ext.weights.shared`) and the rehearsal's findings.
+    the join that land in one memory, `torchrl_ext.data.weights.shared`) and the rehearsal's findings.
 
     Attributes:
         how: ``"once"`` per start of the engine, ``"never"`` or ``"always"``.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
@@ -142,21 +142,21 @@ transports = Registry(
     "transport",
     {
         "collective": (
-            "transports.collective.transport:VLLMCollectiveTransport",
+            "data.transports.collective.transport:VLLMCollectiveTransport",
             "broadcast over NCCL (CUDA) or gloo (CPU)",
         ),
-        "disk": ("transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"),
-        "delta": ("transports.delta.transport:DeltaTransport", "only what changed, as a chain of versions"),
-        "ipc": ("transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
+        "disk": ("data.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"),
+        "delta": ("data.transports.delta.transport:DeltaTransport", "only what changed, as a chain of versions"),
+        "ipc": ("data.transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
         "sharded": (
-            "transports.sharded.transport:ShardedTransport",
+            "data.transports.sharded.transport:ShardedTransport",
             "slices from the trainer ranks that hold them to the workers that need them",
         ),
         "native": (
-            "transports.native.transport:NativeTransport",
+            "data.transports.native.transport:NativeTransport",
             "broadcasts to stock engines: SGLang's distributed updates, vLLM's nccl backend",
         ),
-        "memory": ("transports.memory:MemoryTransport", "within one process"),
+        "memory": ("data.transports.memory:MemoryTransport", "within one process"),
     },
     group="torchrl_ext.transports",
     aliases={"nccl": "collective", "broadcast": "collective", "cuda_ipc": "ipc"},  # SkyRL's names
@@ -174,11 +174,11 @@ class Make:
 
     Attributes:
         client: callable that makes an engine's `torchrl_ext.EngineClient` from ``url=`` and further settings.
-        describe: callable that takes the `torchrl_ext.rpc.http.HTTPSession` of an address and returns the engine's
+        describe: callable that takes the `torchrl_ext.control.http.HTTPSession` of an address and returns the engine's
             `EngineInfo`, or None if no engine of this kind answers there. None for engines without an address.
-        dialect: the `torchrl_ext.rollout.dialects.Dialect` of its token requests.
-        server: the `torchrl_ext.serving.server.EngineSpec` of servers that this library starts.
-        router: the `torchrl_ext.serving.router.RouterSpec` of the vendor's router.
+        dialect: the `torchrl_ext.control.requests.dialects.Dialect` of its token requests.
+        server: the `torchrl_ext.control.serving.server.EngineSpec` of servers that this library starts.
+        router: the `torchrl_ext.control.serving.router.RouterSpec` of the vendor's router.
         routes: HTTP routes of an update: by transport (``"disk"``, ``"native"``) of a server without our plugin, and
             under ``""`` with it.
     """
@@ -226,14 +226,14 @@ class Makes(Registry):
 engines = Makes(
     "engine",
     {
-        "vllm": ("rpc.makes.vllm:VLLM", "a vLLM server over HTTP"),
-        "sglang": ("rpc.makes.sglang:SGLANG", "an SGLang server over HTTP"),
-        "embedded": ("rpc.makes.vllm:EMBEDDED", "the embedded transformers engine over HTTP"),
+        "vllm": ("control.makes.vllm:VLLM", "a vLLM server over HTTP"),
+        "sglang": ("control.makes.sglang:SGLANG", "an SGLang server over HTTP"),
+        "embedded": ("control.makes.vllm:EMBEDDED", "the embedded transformers engine over HTTP"),
         "inprocess": (
-            "sync.engines.inprocess:INPROCESS",
+            "sync.local.inprocess:INPROCESS",
             "a module, a receiver or a vLLM object in this process",
         ),
-        "ray": ("sync.engines.ray:RAY", "engines in Ray actors, and TorchRL's vLLM engines"),
+        "ray": ("sync.local.ray:RAY", "engines in Ray actors, and TorchRL's vLLM engines"),
     },
     group="torchrl_ext.engines",
 )
@@ -241,10 +241,13 @@ engines = Makes(
 encodings = Registry(
     "encoding",
     {
-        "ulp": ("codecs.blocks:ulp", "gaps and steps in units in the last place; the fast one"),
-        "context": ("codecs.blocks:context", "the same, sorted by the exponent of the base; the tight one"),
-        "bitmap": ("codecs.blocks:bitmap", "a bit for each unit, and the new ones; the one at the speed of memory"),
-        "auto": ("codecs.blocks:auto", "ulp, or bitmap where that block is shorter"),
+        "ulp": ("data.deltas.blocks:ulp", "gaps and steps in units in the last place; the fast one"),
+        "context": ("data.deltas.blocks:context", "the same, sorted by the exponent of the base; the tight one"),
+        "bitmap": (
+            "data.deltas.blocks:bitmap",
+            "a bit for each unit, and the new ones; the one at the speed of memory",
+        ),
+        "auto": ("data.deltas.blocks:auto", "ulp, or bitmap where that block is shorter"),
         "indices": ("compat.slime.flushes:indices", "int32 positions and values (slime's first format)"),
         "deltas": ("compat.slime.flushes:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
         "deltas_zstd": ("compat.slime.flushes:deltas_zstd", "deltas, the whole file in zstd (slime's first format)"),

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrl_ext.types import SyncReport
+    from torchrl_ext.base.types import SyncReport
 
 __all__ = ["Phase", "Spans", "nested", "plot", "plot_history", "scalars", "table"]
 

@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Message
-from torchrl_ext.types import Info, least
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError
+from torchrl_ext.base.messages import Message
+from torchrl_ext.base.types import Info, least
 
 __all__ = [
     "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER", "Flush", "Guard",

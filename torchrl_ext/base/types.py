@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import torch
 
-from torchrl_ext import reports
-from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
+from torchrl_ext.base import reports
+from torchrl_ext.base.errors import ConfigError, ManifestError, WeightSyncError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -287,7 +287,7 @@ class EngineRow:
         error: error message, or None.
         proof: what the engine proves about the version that it serves; see `SyncReport`.
         max_gap, mean_gap: largest and mean absolute difference between the engine's and the trainer's log-probabilities
-            of the probe, in nats (`torchrl_ext.proof.outputs`); infinite if one is NaN, None if they were not compared.
+            of the probe, in nats (`torchrl_ext.sync.outputs`); infinite if one is NaN, None if they were not compared.
     """
 
     engine: str
@@ -331,7 +331,7 @@ class SyncReport:
         proof: the weakest proof among the engines. ``"sent"``: the engine confirms the bytes that it received.
             ``"in place"``: the engine read them back from the tensors that it computes with; of an update that sends
             changes, it reads back a fraction each time, and all weights within
-            `torchrl_ext.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they took a route that a
+            `torchrl_ext.data.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they took a route that a
             rehearsal on this engine showed to give the same state as a cold start. ``"outputs"``: the engine's
             log-probabilities match the trainer's.
         rank_bytes: bytes that each trainer rank sent; empty if the transport does not count them.

@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError
 from torchrl_ext.cli.frame import note, progress
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = ["ENGINES", "ROUTERS", "Recipe", "cache_folder", "ensure", "settings_for", "settings_for_router"]
 
@@ -131,7 +131,7 @@ def settings_for(engine: str, report: Report = note) -> dict[str, Any]:
     unless the engine has no recipe because it is part of this package.
 
     Args:
-        engine: name in `torchrl_ext.registry.engines`.
+        engine: name in `torchrl_ext.base.registry.engines`.
         report: takes one line of progress per call.
 
     Raises:

@@ -13,19 +13,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torchrl_ext
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.landing.placement import keeps_values
-from torchrl_ext.messages import Inspect
-from torchrl_ext.registry import engines as makes
-from torchrl_ext.routes import BACKEND
-from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.rpc.http import HTTPSession, normalise_url
-from torchrl_ext.rpc.router import listed_workers
-from torchrl_ext.rpc.server_info import ServerInfo, server_info
-from torchrl_ext.stores import open_store
-from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import PROOFS, EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
-from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.base.messages import Inspect
+from torchrl_ext.base.registry import engines as makes
+from torchrl_ext.base.routes import BACKEND
+from torchrl_ext.base.types import PROOFS, EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
+from torchrl_ext.control.discovery import discover
+from torchrl_ext.control.http import HTTPSession, normalise_url
+from torchrl_ext.control.makes.server_info import ServerInfo, server_info
+from torchrl_ext.control.serving.router_client import listed_workers
+from torchrl_ext.data.landing.placement import keeps_values
+from torchrl_ext.data.transports.shared_root import SharedRoot
+from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 __all__ = [
     "CHECKS", "Examined", "Finding", "Trainer", "compare", "dtypes_of", "examine", "failed", "failure", "ok", "probe",

@@ -25,23 +25,26 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 import torchrl_ext
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError, WeightSyncError
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, StoreError, WeightSyncError
 
 __all__ = ["COMMANDS", "APIKey", "answer", "as_json", "fail", "note", "progress", "run", "table"]
 
 COMMANDS = {
     "demo": (
-        "torchrl_ext.cli.demo.command",
+        "torchrl_ext.cli.commands.demo",
         "train a tiny policy and keep an engine at its newest weights, with proof",
     ),
-    "discover": ("torchrl_ext.cli.discover", "list the engines at the given addresses"),
-    "push": ("torchrl_ext.cli.push", "load a checkpoint into running engines"),
-    "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
-    "chain": ("torchrl_ext.cli.chain", "list, check, prune and unpack the versions under a root"),
-    "plan": ("torchrl_ext.cli.plan", "recommend a transport for a deployment"),
-    "doctor": ("torchrl_ext.cli.doctor", "find problems that would make an update fail"),
-    "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
-    "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
+    "discover": ("torchrl_ext.cli.commands.discover", "list the engines at the given addresses"),
+    "push": ("torchrl_ext.cli.commands.push", "load a checkpoint into running engines"),
+    "serve": ("torchrl_ext.cli.commands.serve", "install and start an engine that can follow a trainer"),
+    "chain": ("torchrl_ext.cli.commands.chain", "list, check, prune and unpack the versions under a root"),
+    "plan": ("torchrl_ext.cli.commands.plan", "recommend a transport for a deployment"),
+    "doctor": ("torchrl_ext.cli.commands.doctor", "find problems that would make an update fail"),
+    "watch": (
+        "torchrl_ext.cli.commands.watch",
+        "show versions, bytes, pauses, lag and state of roots and engines, live",
+    ),
+    "bench": ("torchrl_ext.cli.commands.bench", "measure transports on this machine"),
 }
 """Name -> the module whose ``app`` is the command, or the group of its actions; and one line."""
 

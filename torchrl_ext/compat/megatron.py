@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["MegatronSource"]
 

@@ -17,18 +17,18 @@ from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import engines
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
-from torchrl_ext.rollout.requests import Requests, targets
-from torchrl_ext.rpc.connections import each, run
-from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.rpc.http import normalise_urls
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.types import Info
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.registry import engines
+from torchrl_ext.base.types import Info
+from torchrl_ext.control.connections import each, run
+from torchrl_ext.control.discovery import connect
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.http import normalise_urls
+from torchrl_ext.control.requests.generation import Generation, GenerationRequest, checked_prompt
+from torchrl_ext.control.requests.requests import Requests, targets
 
 if TYPE_CHECKING:
-    from torchrl_ext.serving.routing import Routing
+    from torchrl_ext.control.serving.routing import Routing
 
 __all__ = ["PauseMode", "RemoteInferenceClient"]
 
@@ -70,7 +70,7 @@ class RemoteInferenceClient:
             back, so its engines are asked directly.
         model_name: ``model`` of requests; None leaves it to the engine.
         tokenizer: turns tokens into text and back, if given, instead of the engines' routes.
-        api_key: sent as a bearer token; see `torchrl_ext.rpc.http.HTTPSession` for several.
+        api_key: sent as a bearer token; see `torchrl_ext.control.http.HTTPSession` for several.
         concurrency_per_engine: maximum requests in flight per engine, over all calls; 0 for no limit. None takes
             ``SKYRL_GENERATE_CONCURRENCY_PER_ENGINE`` from the environment, or 512.
         timeout_s: deadline of a call for tokens, for all its prompts together, in seconds.
@@ -239,7 +239,7 @@ class RemoteInferenceClient:
             clear_cache: drop the prefix cache as well.
 
         Returns:
-            By address; the body has a ``status``, one of the states of `torchrl_ext.types.EngineRow`. `resume`, `sleep`
+            By address; the body has a ``status``, one of the states of `torchrl_ext.base.types.EngineRow`. `resume`, `sleep`
             and `wake_up` return the same.
 
         Raises:
@@ -255,7 +255,7 @@ class RemoteInferenceClient:
         return await self._state_after("resume", lambda engine: engine.resume())
 
     async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
-        """Make every engine release its device memory; see `torchrl_ext.rpc.client.EngineClient.sleep`."""
+        """Make every engine release its device memory; see `torchrl_ext.control.client.EngineClient.sleep`."""
         return await self._state_after("sleep", lambda engine: engine.sleep(level, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:

@@ -15,20 +15,20 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
-from torchrl_ext.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
-from torchrl_ext.plugins.vllm.register import register_trainers
-from torchrl_ext.registry import transports
-from torchrl_ext.routes import ANSWERS, BACKEND, answers_in, each_answer
-from torchrl_ext.rpc.client import NullEngine
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.http import Answer
-from torchrl_ext.rpc.makes.vllm import explained
-from torchrl_ext.rpc.port import EngineState, Port
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
+from torchrl_ext.base.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.registry import transports
+from torchrl_ext.base.routes import ANSWERS, BACKEND, answers_in, each_answer
+from torchrl_ext.base.types import EngineInfo, Info, ParamMeta, SyncReport
+from torchrl_ext.control.client import NullEngine
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.http import Answer
+from torchrl_ext.control.makes.vllm import explained
+from torchrl_ext.control.port import EngineState, Port
+from torchrl_ext.data.weights.blocks import Shard
+from torchrl_ext.data.weights.source import Row, WeightSource, checked, full, gathered_in_order
+from torchrl_ext.engines.vllm.register import register_trainers
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.types import EngineInfo, Info, ParamMeta, SyncReport
-from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.source import Row, WeightSource, checked, full, gathered_in_order
 
 __all__ = ["ClientPort", "TorchRLExtTrainerEngine", "TorchRLExtTrainerInitInfo", "VLLMSource"]
 
@@ -153,7 +153,7 @@ class ClientPort(Port):
 
     `Load`, `Verify` and `Seal` go through its ``update_weights``, others through ``init_weight_transfer_engine``, whose
     answers are in the words of the client's exception. A client of several servers raises the error of one of them, so
-    a message is sent in a `torchrl_ext.routes.envelope` until no engine answers.
+    a message is sent in a `torchrl_ext.base.routes.envelope` until no engine answers.
 
     Args:
         world_size: as of `TorchRLExtTrainerInitInfo`.

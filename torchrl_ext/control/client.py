@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.port import no_adapters, no_logprobs
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.control.port import no_adapters, no_logprobs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,12 +76,12 @@ class EngineClient(ABC):
 
     @property
     def proof(self) -> str:
-        """The proof that a confirmed update gives (one of `torchrl_ext.types.PROOFS`); for a fleet, the weakest."""
+        """The proof that a confirmed update gives (one of `torchrl_ext.base.types.PROOFS`); for a fleet, the weakest."""
         return "sent"
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        """The workers' rehearsal reports (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`); empty before `rehearse`."""
+        """The workers' rehearsal reports (`torchrl_ext.engines.rehearsal.Rehearsal.to_json`); empty before `rehearse`."""
         return ()
 
     @abstractmethod
@@ -141,7 +141,7 @@ class EngineClient(ABC):
 
         Args:
             digests: of tensors, by name; empty if they travel with the weights.
-            digest: over all of them (`torchrl_ext.weights.digests.digest_of`), which workers have to name in `commit`;
+            digest: over all of them (`torchrl_ext.data.weights.digests.digest_of`), which workers have to name in `commit`;
                 "" if it is not known.
 
         Raises:

@@ -17,8 +17,8 @@ import aiohttp
 import aiohttp.abc
 import certifi
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import ConfigError
 
 __all__ = ["HTTP", "Resolver", "authorities", "begin", "can_wait", "each", "run"]
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, WeightSyncError, why
-from torchrl_ext.registry import engines
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
-from torchrl_ext.rpc.pool import Members, Pool, discovered
-from torchrl_ext.rpc.router import refuse_router
-from torchrl_ext.types import EngineInfo
-from torchrl_ext.weights.source import is_torchrl
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, WeightSyncError, why
+from torchrl_ext.base.registry import engines
+from torchrl_ext.base.types import EngineInfo
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.fleet import Members, Pool, discovered
+from torchrl_ext.control.http import HTTPSession, Keys, normalise_urls
+from torchrl_ext.control.serving.router_client import refuse_router
+from torchrl_ext.data.weights.source import is_torchrl
 
 __all__ = ["as_engine", "connect", "discover"]
 
@@ -120,7 +120,7 @@ def as_engine(engine: Any) -> EngineClient | None:
 
     Args:
         engine: None (data layer only); one or several `EngineClient`; one or several ``"host:port"``; TorchRL's
-            `AsyncVLLM`; or an object in this process that `torchrl_ext.sync.engines.inprocess.InProcessEngine` drives.
+            `AsyncVLLM`; or an object in this process that `torchrl_ext.sync.local.inprocess.InProcessEngine` drives.
 
     Raises:
         ConfigError: no client can drive ``engine``.

@@ -14,15 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import final
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     DeadlineError,
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
     parsed,
 )
-from torchrl_ext.messages import (
+from torchrl_ext.base.messages import (
     REPLACED,
     Finish,
     Inspect,
@@ -40,10 +40,10 @@ from torchrl_ext.messages import (
     replaced_by,
     stamped,
 )
-from torchrl_ext.routes import OPEN_UPDATE
-from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, check_sleep, check_wake, restated
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
+from torchrl_ext.base.routes import OPEN_UPDATE
+from torchrl_ext.base.types import EngineInfo, EngineRow, Info, Part, least
+from torchrl_ext.control.client import EngineClient, _nothing
+from torchrl_ext.control.port import TAGS, EngineState, Port, check_sleep, check_wake, restated
 
 __all__ = ["Engine"]
 

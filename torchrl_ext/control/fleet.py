@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, why
-from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, label_number, least
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, why
+from torchrl_ext.base.types import EngineInfo, EngineRow, Info, Part, label_number, least
+from torchrl_ext.control.client import EngineClient, _nothing
 
 __all__ = ["Members", "Pool"]
 
@@ -483,7 +483,7 @@ def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:
 
 def discovered(url: str, **settings: Any) -> EngineClient:
     """Return a client for the engine at ``url``, with the settings of `torchrl_ext.connect`."""
-    from torchrl_ext.rpc.discovery import connect  # which imports this module
+    from torchrl_ext.control.discovery import connect  # which imports this module
 
     return connect(url, **settings).engines[0]
 
@@ -491,7 +491,7 @@ def discovered(url: str, **settings: Any) -> EngineClient:
 def _name(engine: EngineClient | str) -> str:
     if isinstance(engine, EngineClient):
         return engine.url
-    from torchrl_ext.rpc.http import normalise_url  # fleets of other engines need no HTTP client
+    from torchrl_ext.control.http import normalise_url  # fleets of other engines need no HTTP client
 
     return normalise_url(engine)
 

@@ -22,10 +22,10 @@ from urllib.parse import urlencode, urlsplit
 import aiohttp
 from yarl import URL
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
-from torchrl_ext.rpc.connections import HTTP, Resolver, authorities, can_wait, run
-from torchrl_ext.types import is_loopback
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
+from torchrl_ext.base.types import is_loopback
+from torchrl_ext.control.connections import HTTP, Resolver, authorities, can_wait, run
 
 __all__ = ["Answer", "HTTPSession", "normalise_url", "normalise_urls"]
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import Message
-from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.base.messages import Message
+from torchrl_ext.base.types import EngineInfo, Info
 
 __all__ = ["TAGS", "EngineState", "Port", "check_sleep", "check_wake", "named_tags", "restated"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import distributed
 
-from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.landing.patcher import Share
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.landing.patcher import Share
+from torchrl_ext.data.weights.digests import PositionDigest
 
 __all__ = ["agree", "combine"]
 
@@ -48,7 +48,7 @@ def combine(
 
     Args:
         own: the digest of what this worker holds of each tensor; tensors that it cannot tell of are left out for all.
-        shares: how much it holds, and where (`torchrl_ext.landing.patcher.Patcher.shares`).
+        shares: how much it holds, and where (`torchrl_ext.data.landing.patcher.Patcher.shares`).
         params: the tensors, in the same order on every worker.
         group: the workers.
     """

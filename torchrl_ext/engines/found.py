@@ -37,7 +37,7 @@ def started_with(owner: Any, config: Any) -> str:
         owner: the engine's object that lives as long as its weights; it remembers the answer to the first call.
         config: the engine's configuration of the model.
     """
-    from torchrl_ext.weights.checkpoint import revised
+    from torchrl_ext.data.weights.checkpoint import revised
 
     start = revised(str(config.model_path), getattr(config, "revision", None))
     return str(vars(owner).setdefault("torchrl_ext_started_with", start))

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.streams import StreamPatch
-from torchrl_ext.codecs.units import units
-from torchrl_ext.kernels.base import flat_bits
-from torchrl_ext.landing.loader import Changes
-from torchrl_ext.landing.placement import keeps_values
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.landing.loader import Changes
+from torchrl_ext.data.landing.placement import keeps_values
+from torchrl_ext.data.weights.digests import PositionDigest
 
 __all__ = ["changed", "chosen_positions", "content", "reverting_changes", "start_tensors"]
 

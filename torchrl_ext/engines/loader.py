@@ -15,21 +15,21 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
-from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader
-from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
-from torchrl_ext.landing.placement import Landing, Placement, record
-from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.plugins.slices import Slices, layer_of, sharing_no_layer, write_pieces
-from torchrl_ext.plugins.workers import combine
-from torchrl_ext.proof.known_weights import start_tensors
-from torchrl_ext.proof.rehearsal import Rehearsal, rehearse
-from torchrl_ext.proof.runtime import Reading
-from torchrl_ext.types import Info, ParamMeta, cast_hint, dtype_name
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.shared import UNCHANGED, Place, refuse_digests, shared
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
+from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
+from torchrl_ext.data.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader
+from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
+from torchrl_ext.data.landing.placement import Landing, Placement, record
+from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
+from torchrl_ext.data.weights.shared import UNCHANGED, Place, refuse_digests, shared
+from torchrl_ext.engines.agreement import combine
+from torchrl_ext.engines.known_weights import start_tensors
+from torchrl_ext.engines.rehearsal import Rehearsal, rehearse
+from torchrl_ext.engines.runtime import Reading
+from torchrl_ext.engines.slices import Slices, layer_of, sharing_no_layer, write_pieces
 
 __all__ = ["UNCHANGED", "EngineLoader", "EngineModel", "StandIns", "rebalanced", "swapped"]
 
@@ -101,7 +101,7 @@ class EngineModel(Protocol):
         """Convert layers to the form that the model computes with."""
 
     def readings(self) -> Iterator[Reading]:
-        """Yield every tensor that this worker computes with (`torchrl_ext.proof.runtime.reachable`)."""
+        """Yield every tensor that this worker computes with (`torchrl_ext.engines.runtime.reachable`)."""
 
 
 @contextmanager
@@ -151,7 +151,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         modified: whether weights were loaded since the engine's start.
         repairs: names of the model's repairs that run after each load.
         repaired: path of each layer that the last load had to repair -> the repair.
-        takes_slices: whether the transport sends slices of tensors (`torchrl_ext.landing.sliced`).
+        takes_slices: whether the transport sends slices of tensors (`torchrl_ext.data.landing.sliced`).
     """
 
     def __init__(self, model: EngineModel) -> None:

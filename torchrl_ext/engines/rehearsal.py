@@ -5,7 +5,7 @@ behind is not specified: a packed copy stays as it was, a shuffled one is overwr
 the first update, while the engine is paused and holds the weights that it was started with, the very route of an update
 is tried with weights that are known:
 
-1. a digest of every tensor that can be reached (`torchrl_ext.proof.runtime`) is noted: the cold start;
+1. a digest of every tensor that can be reached (`torchrl_ext.engines.runtime`) is noted: the cold start;
 2. the start checkpoint is loaded with something changed in each tensor: every place where one lands must differ;
 3. the changes are taken back as a delta would take them: all must be as in the cold start, bit for bit;
 4. the start checkpoint itself is loaded whole: the same again.
@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import EngineRefusedError, IntegrityError, WeightSyncError
-from torchrl_ext.landing.placement import Landing
-from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.proof import rules
-from torchrl_ext.proof.known_weights import changed, chosen_positions, content, reverting_changes
-from torchrl_ext.proof.runtime import Reading
-from torchrl_ext.types import Info
-from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
+from torchrl_ext.base.errors import EngineRefusedError, IntegrityError, WeightSyncError
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.landing.placement import Landing
+from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
+from torchrl_ext.engines import rules
+from torchrl_ext.engines.known_weights import changed, chosen_positions, content, reverting_changes
+from torchrl_ext.engines.runtime import Reading
 
 if TYPE_CHECKING:
-    from torchrl_ext.plugins.loader import EngineLoader
+    from torchrl_ext.engines.loader import EngineLoader
 
 __all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "rehearse"]
 
@@ -78,7 +78,7 @@ class Rehearsal:
         changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
         restored: the engine holds what it was started with.
         loads: loads of the whole model.
-        rules: those of `torchrl_ext.proof.rules.RULES` that decided something, each with the tensors or places.
+        rules: those of `torchrl_ext.engines.rules.RULES` that decided something, each with the tensors or places.
     """
 
     layers: tuple[Layer, ...] = ()

@@ -2,7 +2,7 @@
 
 Engines derive tensors from the weights that they load: packed and shuffled copies, absorbed products, scales. They keep
 them as parameters, as attributes of a module, of its quantisation method or kernel, or in the closure of the function
-that multiplies. A rehearsal (`torchrl_ext.proof.rehearsal`) shows whether a second load makes of all of them what the
+that multiplies. A rehearsal (`torchrl_ext.engines.rehearsal`) shows whether a second load makes of all of them what the
 first one did; this module finds them.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.proof.rules import OBJECTS, REQUESTS
+from torchrl_ext.engines.rules import OBJECTS, REQUESTS
 
 __all__ = ["Reading", "reachable"]
 
@@ -60,7 +60,7 @@ def reachable(model: nn.Module) -> Iterator[Reading]:
     Parameters and buffers come under each of their names. Other tensors come once, from the nearest module: below
     attributes, kernels, containers, closures, and the entries of dictionaries whose keys are strings or integers.
     Tensors without data (on the meta device, or empty) do not come. The rules ``bound`` and ``requests`` leave places
-    out (`torchrl_ext.proof.rules`).
+    out (`torchrl_ext.engines.rules`).
     """
     modules = dict(model.named_modules())
     seen: set[Any] = {id(module) for module in modules.values()}  # and the places of tensors

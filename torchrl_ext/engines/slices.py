@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Piece
-from torchrl_ext.landing.placement import Landing, Placement
-from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.view import Block, View, Walk, merged, overlap
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.landing.placement import Landing, Placement
+from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.weights.view import Block, View, Walk, merged, overlap
 
 __all__ = ["Slices", "layer_of", "sharing_no_layer", "write_pieces"]
 

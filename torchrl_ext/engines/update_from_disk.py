@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 from msgspec import Struct
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import DeadlineError, StoreError, WeightSyncError, why
-from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start
-from torchrl_ext.stores import Chain, open_store, version_number
-from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info, decoded
-from torchrl_ext.versions.open_delta import needs_old
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import DeadlineError, StoreError, WeightSyncError, why
+from torchrl_ext.base.messages import Finish, Join, Load, Message, Prefetch, Start
+from torchrl_ext.base.types import Info, decoded
+from torchrl_ext.data.transports.shared_root import SharedRoot
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.folders import version_number
+from torchrl_ext.data.versions.open_delta import needs_old
+from torchrl_ext.data.versions.opening import admit, open_store
 
 if TYPE_CHECKING:
     from starlette.requests import Request

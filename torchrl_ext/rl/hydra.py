@@ -1,6 +1,6 @@
-"""Hydra config groups by transport name, beside TorchRL's own. Importing `torchrl_ext.configs` registers them::
+"""Hydra config groups by transport name, beside TorchRL's own. Importing `torchrl_ext.rl.hydra` registers them::
 
-    import torchrl_ext.configs  # in the script that has @hydra.main
+    import torchrl_ext.rl.hydra  # in the script that has @hydra.main
 
     trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
     trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import transports
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.registry import transports
 
 try:
     import torchrl.trainers.algorithms.configs  # noqa: F401 - adds TorchRL's groups

@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import final
 
-from torchrl_ext.deadline import Deadline, beside, one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
-from torchrl_ext.reports import Spans
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.transports.base import Handoff
-from torchrl_ext.types import EngineRow, ParamMeta, SyncReport, label_number
+from torchrl_ext.base.deadline import Deadline, beside, one_at_a_time
+from torchrl_ext.base.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
+from torchrl_ext.base.reports import Spans
+from torchrl_ext.base.types import EngineRow, ParamMeta, SyncReport, label_number
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.data.transports.base import Handoff
 
 __all__ = ["Connection", "update_error"]
 

@@ -12,7 +12,7 @@ It takes an `Inspect` message and returns one JSON object:
 It runs in the thread that generates. If something is wrong, it takes at most a few seconds.
 
 Anyone who can reach the engine's port can send the message, so an answer reveals nothing about files other than probes,
-or roots that the engine may not open (`torchrl_ext.stores.opening.admit`).
+or roots that the engine may not open (`torchrl_ext.data.versions.opening.admit`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import socket
 from contextlib import suppress
 
 import torchrl_ext
-from torchrl_ext import registry
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, WeightSyncError, why
-from torchrl_ext.messages import Inspect
-from torchrl_ext.stores import open_store
-from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.shared_root import Invitation
-from torchrl_ext.types import Info
+from torchrl_ext.base import registry
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, WeightSyncError, why
+from torchrl_ext.base.messages import Inspect
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.transports.shared_root import Invitation
+from torchrl_ext.data.versions.opening import admit, open_store
 
 __all__ = ["followed", "inspect"]
 

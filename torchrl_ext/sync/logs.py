@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, final
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import SyncReport
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import SyncReport
 
 __all__ = ["Log", "Logs"]
 

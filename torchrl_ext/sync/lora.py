@@ -12,10 +12,10 @@ from typing import Any, final
 
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.files import sync
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.weights.source import full
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.files import sync
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.data.weights.source import full
 
 __all__ = ["LoraPublisher"]
 
@@ -59,7 +59,7 @@ class LoraPublisher:
         >>> adapters = tx.LoraPublisher(root, tx.connect(address))
         >>> adapters.publish("policy-lora", lora)  # the embedded engine serves no adapters; vLLM and SGLang do
         Traceback (most recent call last):
-        torchrl_ext.errors.ConfigError: ...
+        torchrl_ext.base.errors.ConfigError: ...
     """
 
     def __init__(self, root: str | os.PathLike[str], engine: EngineClient, *, keep: int = 2) -> None:

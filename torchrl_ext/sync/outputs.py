@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
-from torchrl_ext.proof.scoring import score
-from torchrl_ext.reports import Spans
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.types import PROOFS, EngineRow, Info, ParamMeta
-from torchrl_ext.weights.source import inner_model
+from torchrl_ext.base.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
+from torchrl_ext.base.reports import Spans
+from torchrl_ext.base.types import PROOFS, EngineRow, Info, ParamMeta
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.data.weights.source import inner_model
+from torchrl_ext.sync.scoring import score
 
 __all__ = ["Compute", "Outputs", "Probe", "bound_of", "gaps", "random_prompts"]
 
@@ -266,5 +266,5 @@ def _vocabulary(model: Any) -> int:
         raise ConfigError(
             f"a {type(model).__name__} does not report the size of its vocabulary",
             expected="a registered model of transformers",
-            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.proof.outputs",
+            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.sync.outputs",
         ) from error

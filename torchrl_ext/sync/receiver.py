@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchrl_ext import messages
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.devices import free_cached
-from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
-from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
-from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.messages import NOBODY, Message, replaced
-from torchrl_ext.registry import transports
-from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta, Part, decoded
-from torchrl_ext.weights.digests import digest_of, position_digest, tensor_digest
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base import messages
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.devices import free_cached
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
+from torchrl_ext.base.messages import NOBODY, Message, replaced
+from torchrl_ext.base.registry import transports
+from torchrl_ext.base.types import Info, ParamMeta, Part, decoded
+from torchrl_ext.data.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
+from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.transports.base import Arrival, Worker, WorkerEnd
+from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.versions.opening import admit
+from torchrl_ext.data.weights.digests import digest_of, position_digest, tensor_digest
+from torchrl_ext.data.weights.source import as_source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -221,7 +221,7 @@ class WeightReceiver:
         self._expect(None)
 
     def rehearse(self, message: messages.Rehearse) -> Info:
-        """Check that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
+        """Check that an update leads to the same state as a cold start (`torchrl_ext.engines.rehearsal`).
 
         Returns:
             ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof`` (`WeightLoader.proof`), ``shared``
@@ -420,7 +420,7 @@ class WeightReceiver:
         """Note that the model holds all of a version, as it was `due`.
 
         Returns:
-            ``version``, which it holds now; and ``digest``, `torchrl_ext.weights.digests.digest_of` the digests with
+            ``version``, which it holds now; and ``digest``, `torchrl_ext.data.weights.digests.digest_of` the digests with
             which all of its tensors were compared since `start`, or "" if they were not, or if the transport brings
             slices, which differ between workers.
         """

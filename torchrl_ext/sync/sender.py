@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchrl_ext.deadline import Deadline, beside
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline, beside
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     NotConnectedError,
@@ -25,22 +25,22 @@ from torchrl_ext.errors import (
     WeightSyncError,
     why,
 )
-from torchrl_ext.messages import REPLACED
-from torchrl_ext.proof.outputs import Compute, Outputs, Probe
-from torchrl_ext.reports import Phase, Spans
-from torchrl_ext.rpc.client import EngineClient, NullEngine
-from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.base.messages import REPLACED
+from torchrl_ext.base.reports import Phase, Spans
+from torchrl_ext.base.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
+from torchrl_ext.control.client import EngineClient, NullEngine
+from torchrl_ext.control.discovery import connect
+from torchrl_ext.data.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
+from torchrl_ext.data.transports.ranks import Steps, TrainerRanks, drives, numbered
+from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.derived import converted
+from torchrl_ext.data.weights.digests import digest_of
+from torchrl_ext.data.weights.shared import differing, shared_in, tied_by_config, two_values
+from torchrl_ext.data.weights.source import MappingSource, as_source, inner_model
 from torchrl_ext.sync.connection import Connection, update_error
 from torchrl_ext.sync.logs import Log, Logs
+from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.update_source import UpdateSource, bump, named
-from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
-from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives, numbered
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
-from torchrl_ext.weights.derived import converted
-from torchrl_ext.weights.digests import digest_of
-from torchrl_ext.weights.shared import differing, shared_in, tied_by_config, two_values
-from torchrl_ext.weights.source import MappingSource, as_source, inner_model
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +67,7 @@ class WeightSender:
             more than ``max_gap``, the engine is paused and the update fails, but it may have answered some requests
             with the version by then.
         rehearse: when an engine that processes its weights has to show that an update leads to the same state as a cold
-            start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
+            start (`torchrl_ext.engines.rehearsal`): ``"once"`` per start of the engine, before its first update;
             ``"always"``, with every connection before which nothing was loaded; ``"never"``, which leaves
             `SyncReport.proof` at ``"sent"`` for that engine.
         finite: refuse weights with a NaN or an infinity, before the pause if this process holds the tensor or the
@@ -77,10 +77,10 @@ class WeightSender:
             weights; the other ranks also call `update_weights`, take part in gathers, and learn from rank 0 which
             version is in service.
         max_gap: for ``verify="outputs"``, the largest accepted difference of a log-probability, in nats; ``"dtype"``
-            takes it from the dtypes sent (`torchrl_ext.proof.outputs.bound_of`: 1e-3 for float32, 1.0 for bfloat16);
+            takes it from the dtypes sent (`torchrl_ext.sync.outputs.bound_of`: 1e-3 for float32, 1.0 for bfloat16);
             None only reports the difference.
         probe: for ``verify="outputs"``, a function on every trainer rank that takes token ids and returns the trainer's
-            log-probabilities, or a `torchrl_ext.proof.outputs.Probe`; None runs the registered model, which must be a
+            log-probabilities, or a `torchrl_ext.sync.outputs.Probe`; None runs the registered model, which must be a
             causal LM of `transformers`, on random tokens.
 
     Attributes:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.ranks import torch_group
-from torchrl_ext.types import ParamMeta, Part
-from torchrl_ext.weights.derived import MappedSource
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.shards.blocks import Shard, checked_shards
-from torchrl_ext.weights.source import WeightSource, checked, require_finite
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta, Part
+from torchrl_ext.data.transports.ranks import torch_group
+from torchrl_ext.data.weights.blocks import Shard, checked_shards
+from torchrl_ext.data.weights.derived import MappedSource
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.source import WeightSource, checked, require_finite
 
 __all__ = ["UpdateSource", "bump", "named"]
 

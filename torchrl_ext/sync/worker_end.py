@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.devices import recorded, settle, wait_for
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
-from torchrl_ext.landing.loader import WeightLoader
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
-from torchrl_ext.routes import merged
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.devices import recorded, settle, wait_for
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
+from torchrl_ext.base.routes import merged
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.landing.loader import WeightLoader
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info
 
 __all__ = ["WorkerEnd", "joined", "together", "words_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 __all__ = ["make_tiny_lm", "make_tokenizer"]
 

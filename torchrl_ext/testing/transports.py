@@ -34,7 +34,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import torchrl_ext as tx
-from torchrl_ext.errors import (
+from torchrl_ext.base.errors import (
     ConcurrentUpdateError,
     ConfigError,
     ManifestError,
@@ -42,17 +42,17 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
-from torchrl_ext.messages import Message, read
-from torchrl_ext.registry import transports
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.engines.local import ModulePort
+from torchrl_ext.base.messages import Message, read
+from torchrl_ext.base.registry import transports
+from torchrl_ext.base.types import Info
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.transports.base import Handoff, Transport
+from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.digests import byte_view
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.sync.local.module import ModulePort
 from torchrl_ext.testing.interrupted import Interrupted
-from torchrl_ext.transports.base import Handoff, Transport
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info
-from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.source import as_source
 
 __all__ = [
     "DTYPES",

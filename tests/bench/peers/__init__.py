@@ -32,8 +32,8 @@ from tests.bench.peers.layouts import Row, weigh
 from tests.bench.peers.site import BACKENDS, Checkpoints, Site, make_checkpoints, serving
 from tests.bench.peers.ways import SLIME_COMMIT, WAYS, Way
 from tests.memory import track_peak
-from torchrl_ext.bench.runner import seconds
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.cli.bench.runner import seconds
 
 PARTS = ("bits", "vllm", "sglang", "growth")
 SERVERS = {"vllm": ("vllm", *BACKENDS), "sglang": ("sglang",)}

@@ -16,11 +16,11 @@ import torchrl_ext as tx
 from tests.bench.data import flip
 from tests.bench.frame import say
 from tests.bench.peers.layouts import Row, weigh
-from tests.embedded import EmbeddedServer
-from torchrl_ext.bench.data import Shapes, model_shapes, shapes_bytes, synthetic_pair
-from torchrl_ext.bench.runner import seconds
+from tests.engines.embedded import EmbeddedServer
+from torchrl_ext.cli.bench.data import Shapes, model_shapes, shapes_bytes, synthetic_pair
+from torchrl_ext.cli.bench.runner import seconds
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.testing.tiny import make_tiny_lm
-from torchrl_ext.weights.checkpoint import CheckpointSource
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {

@@ -19,9 +19,9 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.bench.data import Pair
-from torchrl_ext.bench.delta import OTHERS, OURS, changes, compare
-from torchrl_ext.codecs.units import units
+from torchrl_ext.cli.bench.data import Pair
+from torchrl_ext.cli.bench.delta import OTHERS, OURS, changes, compare
+from torchrl_ext.data.deltas.units import units
 
 Row = dict[str, Any]
 Pulse = tuple[Row, list[np.ndarray]] | None

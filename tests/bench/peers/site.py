@@ -22,12 +22,12 @@ from torch import Tensor
 
 from tests.bench.data import chain_shape, real_chain
 from tests.bench.models import plain_linears
-from torchrl_ext.bench.delta import changes
+from torchrl_ext.base.registry import engines
+from torchrl_ext.cli.bench.delta import changes
 from torchrl_ext.cli.environments import settings_for
-from torchrl_ext.registry import engines
-from torchrl_ext.serving.server import start
+from torchrl_ext.control.serving.server import start
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.testing.tiny import make_tiny_lm
-from torchrl_ext.weights.checkpoint import CheckpointSource
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 ANSWER_S, START_S = 60.0, 180.0

@@ -26,8 +26,8 @@ import torchrl_ext as tx
 from tests.bench.peers.site import Site, Weights
 from tests.bench.peers.wire.gloo_wire import Group
 from tests.peers import slime_trainer
-from torchrl_ext.bench.delta import changes
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.cli.bench.delta import changes
+from torchrl_ext.control.serving.processes import free_port
 
 SLIME_COMMIT = "624b824a8"
 Sent = dict[str, Any]

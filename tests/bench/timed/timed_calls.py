@@ -21,9 +21,9 @@ _wrapped: set[tuple[type, str]] = set()
 
 def register():
     """Wrap the calls of this process."""
-    from torchrl_ext.landing.loader import TensorsLoader
-    from torchrl_ext.messages import Message
-    from torchrl_ext.plugins.loader import EngineLoader
+    from torchrl_ext.base.messages import Message
+    from torchrl_ext.data.landing.loader import TensorsLoader
+    from torchrl_ext.engines.loader import EngineLoader
     from torchrl_ext.sync.receiver import WeightReceiver
     from torchrl_ext.sync.worker_end import WorkerEnd
 

@@ -9,14 +9,14 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
+from tests.control.test_router import Engine, serving
 from tests.fakes import FakeEngine
 from tests.models import PROMPT, tiny_tokenizer
-from tests.rpc.test_router import Engine, serving
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.rollout.dialects import SGLangDialect
-from torchrl_ext.rollout.generation import GenerationRequest
-from torchrl_ext.serving.routing import Routing
+from torchrl_ext.control.requests.dialects import SGLangDialect
+from torchrl_ext.control.requests.generation import GenerationRequest
+from torchrl_ext.control.serving.routing import Routing
 
 # sglang-router 0.3.2, as far as requests of ours use them; vllm-router 0.1.17 has neither of the last two
 SAMPLING = {

@@ -8,12 +8,12 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 import torchrl_ext as tx
+from tests.control import sockets
+from tests.control.requests.inputs import TEMPLATE, prompts
+from tests.control.requests.test_dialects import REQUEST
 from tests.models import tiny_tokenizer
-from tests.rollout.inputs import TEMPLATE, prompts
-from tests.rollout.test_dialects import REQUEST
-from tests.rpc import sockets
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.requests.dialects import SGLangDialect, VLLMDialect
 
 
 @contextmanager

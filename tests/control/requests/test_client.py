@@ -8,13 +8,13 @@ from contextlib import closing
 import httpx
 import pytest
 
+from tests.control.requests.aborts import aborted
+from tests.control.servers import in_turn
 from tests.fakes import FakeEngine
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import WAIT_S
-from tests.rollout.aborts import aborted
-from tests.rpc.servers import in_turn
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.control.requests.client import Generation, InferenceClient, VersionSpan
 
 ROUTE = "POST /inference/v1/generate"
 

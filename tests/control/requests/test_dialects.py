@@ -2,9 +2,9 @@
 
 from tests.fakes import FakeEngine
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
-from torchrl_ext.rollout.generation import GenerationRequest, VersionSpan
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.requests.dialects import SGLangDialect, VLLMDialect
+from torchrl_ext.control.requests.generation import GenerationRequest, VersionSpan
 
 REQUEST = GenerationRequest(
     token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}

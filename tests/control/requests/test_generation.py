@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.generation import (
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.requests.generation import (
     Generation,
     GenerationRequest,
     VersionSpan,

@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
+from tests.control import sockets
+from tests.control.test_router import Gateway, serving
 from tests.fakes import FakeEngine
-from tests.rpc import sockets
-from tests.rpc.test_router import Gateway, serving
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.serving.routing import Routing
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError
+from torchrl_ext.control.serving.routing import Routing
 
 OPEN = ("/health", "/ready", "/ping", "/workers")
 

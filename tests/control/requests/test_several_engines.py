@@ -7,11 +7,11 @@ import psutil
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineUnreachableError
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineUnreachableError
+from torchrl_ext.control.serving.processes import free_port
 
 
 @pytest.fixture(scope="module")

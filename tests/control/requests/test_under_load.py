@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.serving.routing import Routing
+from torchrl_ext.control.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
 

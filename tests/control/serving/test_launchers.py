@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from tests.models import tiny_checkpoint
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving import launchers
-from torchrl_ext.serving.launchers import LocalLauncher
-from torchrl_ext.serving.topology import EnginePlan
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.serving import launchers
+from torchrl_ext.control.serving.launchers import LocalLauncher
+from torchrl_ext.control.serving.topology import EnginePlan
 
 
 def plan(path="/nowhere", gpus=(0,), kind="embedded", **more):

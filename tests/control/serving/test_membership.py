@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.control.test_router import Engine, Gateway, serving
 from tests.fakes import FakeEngine
-from tests.rpc.test_router import Engine, Gateway, serving
-from torchrl_ext.errors import ConfigError, EngineUnreachableError, UpdateError
-from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.serving.routing import Routing
-from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
-from torchrl_ext.serving.topology import Topology
-from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
+from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, UpdateError
+from torchrl_ext.base.types import EngineInfo, EngineRow, SyncReport
+from torchrl_ext.control.serving.router_client import RouterClient
+from torchrl_ext.control.serving.routing import Routing
+from torchrl_ext.control.serving.served import ExternalEngines, OwnedEngines
+from torchrl_ext.control.serving.topology import Topology
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def routers(monkeypatch):
     script = Gateway()
     with serving(script) as router:
         made = Routers(router, script)
-        monkeypatch.setattr("torchrl_ext.serving.router.start", made.start)
+        monkeypatch.setattr("torchrl_ext.control.serving.router.start", made.start)
         yield made
 
 

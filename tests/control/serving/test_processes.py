@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.processes import WAIT_S, running_python
-from torchrl_ext.errors import DeadlineError, EngineError
-from torchrl_ext.serving.processes import GuardedProcess, free_port
+from torchrl_ext.base.errors import DeadlineError, EngineError
+from torchrl_ext.control.serving.processes import GuardedProcess, free_port
 
 SERVER = textwrap.dedent(
     """
@@ -38,7 +38,7 @@ STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr("torchrl_ext.serving.processes._GRACE_S", 1.5)
+    monkeypatch.setattr("torchrl_ext.control.serving.processes._GRACE_S", 1.5)
 
 
 def start_of(code, **settings):
@@ -166,7 +166,7 @@ def test_a_daemon_in_a_session_of_its_own_ends_with_the_server_that_left_it(tmp_
 FORKING = textwrap.dedent(
     """
     import os, signal, sys
-    from torchrl_ext.serving.processes import GuardedProcess
+    from torchrl_ext.control.serving.processes import GuardedProcess
     port, code = sys.argv[1:]
     server = GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
     worker = os.fork()  # as a DataLoader does: it holds whatever we have open
@@ -215,7 +215,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
     script = textwrap.dedent(
         """
         import signal, sys
-        from torchrl_ext.serving import processes
+        from torchrl_ext.control.serving import processes
         port, code = sys.argv[1:]
         processes._GRACE_S = 1.5
         server = processes.GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")

@@ -8,16 +8,16 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.control.requests.aborts import started
+from tests.control.serving.test_membership import listed, report
+from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint
-from tests.rollout.aborts import started
-from tests.serving.test_membership import listed, report
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.routing import Routing
+from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.router_client import RouterClient
+from torchrl_ext.control.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
 

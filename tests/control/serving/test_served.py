@@ -12,11 +12,11 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
+from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.serving.launchers import LocalLauncher
-from torchrl_ext.serving.served import OwnedEngines
-from torchrl_ext.serving.topology import Topology
+from torchrl_ext.control.serving.launchers import LocalLauncher
+from torchrl_ext.control.serving.served import OwnedEngines
+from torchrl_ext.control.serving.topology import Topology
 
 pytestmark = pytest.mark.engine
 

@@ -11,13 +11,13 @@ from unittest.mock import ANY
 
 import pytest
 
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.serving.engines.embedded import EmbeddedServer
-from torchrl_ext.serving.engines.sglang import SGLangServer, SGLangSpec
-from torchrl_ext.serving.engines.vllm import VLLMServer, VLLMSpec
-from torchrl_ext.serving.processes import free_port, usable_port
-from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.server import ServerSpec, start
+from torchrl_ext.base.errors import ConfigError, EngineError
+from torchrl_ext.control.serving.embedded import EmbeddedServer
+from torchrl_ext.control.serving.processes import free_port, usable_port
+from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.server import ServerSpec, start
+from torchrl_ext.control.serving.sglang import SGLangServer, SGLangSpec
+from torchrl_ext.control.serving.vllm import VLLMServer, VLLMSpec
 
 
 @pytest.fixture

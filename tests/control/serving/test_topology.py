@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.topology import Topology
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.serving.topology import Topology
 
 FILE = """
 sglang:

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from tests.bench.data import bounds
-from tests.codecs.data import DTYPES, bytes_of, pairs
+from tests.data.deltas.data import DTYPES, bytes_of, pairs
 from tests.hostile import refused_or_right, worse_bytes
-from torchrl_ext.bench.data import synthetic_pair
-from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
-from torchrl_ext.codecs.blocks import CONTEXT, KINDS, ULP, BlockCodec, BlockEncoding
-from torchrl_ext.codecs.patch import apply_patch, diff
-from torchrl_ext.codecs.pipeline import differences
-from torchrl_ext.codecs.streams import Found, StreamPatch
-from torchrl_ext.codecs.units import Unit, unit_of, units
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.cli.bench.data import synthetic_pair
+from torchrl_ext.data.deltas.blocks import CONTEXT, KINDS, ULP, BlockCodec, BlockEncoding
+from torchrl_ext.data.deltas.codec import codec_from_json, encodings, make_codec
+from torchrl_ext.data.deltas.patch import apply_patch, diff
+from torchrl_ext.data.deltas.pipeline import differences
+from torchrl_ext.data.deltas.streams import Found, StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.units import Unit, unit_of, units
+from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.types import ParamMeta
 
 OURS = [name for name in encodings.names() if make_codec(name).container == "blocks"]
 BLOCK = 4096  # units

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import DTYPES, bytes_of, pairs, random_bits
-from torchrl_ext.codecs import streams
-from torchrl_ext.codecs.streams import find
-from torchrl_ext.kernels.base import flat_bits, kernels_on
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import position_digest
+from tests.data.deltas.data import DTYPES, bytes_of, pairs, random_bits
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas import streams
+from torchrl_ext.data.deltas.kernels import flat_bits, kernels_on
+from torchrl_ext.data.deltas.streams import find
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.weights.digests import position_digest
 
 
 @pytest.fixture

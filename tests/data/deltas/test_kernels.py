@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import random_bits
-from torchrl_ext.kernels.base import (
+from tests.data.deltas.data import random_bits
+from torchrl_ext.data.deltas.host import HostKernels
+from torchrl_ext.data.deltas.kernels import (
     BITS,
     Piece,
     Writes,
@@ -15,8 +16,7 @@ from torchrl_ext.kernels.base import (
     kernels_on,
     linear_keys,
 )
-from torchrl_ext.kernels.host import HostKernels
-from torchrl_ext.kernels.torch_ops import TorchKernels
+from torchrl_ext.data.deltas.torch_ops import TorchKernels
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -26,7 +26,7 @@ def bits(count, width, generator):
 
 
 def summed(positions, found):
-    """The formula of `torchrl_ext.weights.digests`, by numpy."""
+    """The formula of `torchrl_ext.data.weights.digests`, by numpy."""
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[found.element_size()]
     wide, positions = found.cpu().numpy().view(unsigned).astype(np.uint64), np.asarray(positions).astype(np.uint64)
     byte, keys, one = positions * np.uint64(found.element_size()), linear_keys().astype(np.uint64), np.uint64(1)

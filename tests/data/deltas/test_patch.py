@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_ext.codecs.patch import SparsePatch, apply_patch
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.patch import SparsePatch, apply_patch
 
 META = ParamMeta("w", torch.bfloat16, (4, 5))
 

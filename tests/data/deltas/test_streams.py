@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lagging import DEVICE, Lagging
-from torchrl_ext.codecs import streams
-from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.codecs.streams import StreamPatch, find, fold
-from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import flat_bits
-from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas import streams
+from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.patch import apply_patch
+from torchrl_ext.data.deltas.streams import StreamPatch, find, fold
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.testing import any_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import position_digest
 
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.complex128]
 SHAPES = st.one_of(

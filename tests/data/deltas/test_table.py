@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.codecs.streams import StreamPatch
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable
 
 METAS = [ParamMeta("a", torch.float32, (4, 6)), ParamMeta("b", torch.bfloat16, (5,)), ParamMeta("c", torch.float32, ())]
 

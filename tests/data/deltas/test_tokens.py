@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hostile import worse_bytes
-from torchrl_ext.codecs.tokens import decode, encode, varints
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.deltas.tokens import decode, encode, varints
 
 SPAN = 1 << 40
 GAPS = st.one_of(st.integers(0, 40), st.integers(0, 1 << 22), st.integers(0, 1 << 36))

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.landing.changes import Listed
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader, as_loader
-from torchrl_ext.landing.patcher import READ_BACK_VERSIONS
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.weights.source import as_source
+from tests.data.landing.changes import Listed
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, UpdateError
+from torchrl_ext.data.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 
 @pytest.mark.parametrize(

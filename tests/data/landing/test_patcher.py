@@ -4,22 +4,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import random_bits, steps_of
+from tests.data.deltas.data import random_bits, steps_of
+from tests.data.landing.changes import Listed
 from tests.lagging import DEVICE, Lagging
-from tests.landing.changes import Listed
-from torchrl_ext.codecs.patch import SparsePatch, StepPatch, diff
-from torchrl_ext.codecs.units import units
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import kernels_on
-from torchrl_ext.kernels.host import HostKernels
-from torchrl_ext.kernels.torch_ops import TorchKernels
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
-from torchrl_ext.landing.placement import record
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.host import HostKernels
+from torchrl_ext.data.deltas.kernels import kernels_on
+from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, diff
+from torchrl_ext.data.deltas.torch_ops import TorchKernels
+from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
+from torchrl_ext.data.landing.placement import record
+from torchrl_ext.data.weights.digests import PositionDigest, position_digest
 from torchrl_ext.testing import WAIT_S, same_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import PositionDigest, position_digest
 
 SIZES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "gate": (10, 6), "up": (10, 6), "down": (6, 10), "turned": (6, 4)}
 SIZES |= {"packed_qkv": (24, 6), "embed": (9, 6), **{f"expert{e}": (4, 6) for e in range(3)}, "norm": (6,), "scale": ()}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.placement import record
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.landing.placement import record
 
 
 def meta(*shape, dtype=torch.float32):

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.transports.plans import partition
-from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.landing.sliced import Sliced, part_of
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from tests.data.transports.plans import partition
+from torchrl_ext.base.errors import ConfigError, IntegrityError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.landing.sliced import Sliced, part_of
+from torchrl_ext.data.weights.blocks import Block
 
 
 def made(shape, dtype=torch.float32):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from torchrl_ext.deadline import Deadline
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.data.transports.base import Arrival, Update, Worker
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.base import Arrival, Update, Worker
-from torchrl_ext.weights.source import MappingSource
 
 
 @pytest.fixture

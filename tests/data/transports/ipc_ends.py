@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.data.transports.members import Interrupted
 from tests.processes import family, files_of, maps_of
-from tests.transports.members import Interrupted
-from torchrl_ext.deadline import Deadline
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.data.transports.base import Arrival, Update, Worker
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.base import Arrival, Update, Worker
-from torchrl_ext.weights.source import MappingSource
 
 SMALL_BYTES = 4096
 

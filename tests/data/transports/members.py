@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits, same_bits
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.weights.source import MappingSource
 
 WAIT_S = 60
 SHORT_S = 1

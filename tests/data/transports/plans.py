@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan, group_rank
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.sharded.plan import MemberPlan, Share, TransferPlan, group_rank
+from torchrl_ext.data.weights.blocks import Block
 
 Layout = list[list[list[Block]]]
 """Blocks by member and parameter."""

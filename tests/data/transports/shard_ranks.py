@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from torchrl_ext.data.weights.blocks import Block, Shard
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits
-from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.source import MappingSource
 
 WHOLE = Block.whole
 PARTS = 4

@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from torchrl_ext.errors import EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.landing.loader import Sliceable, WeightLoader
-from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.messages import Finish, State, read
-from torchrl_ext.rpc.port import EngineState, Port
+from torchrl_ext.base.errors import EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.base.messages import Finish, State, read
+from torchrl_ext.base.types import EngineInfo, ParamMeta
+from torchrl_ext.control.port import EngineState, Port
+from torchrl_ext.data.landing.loader import Sliceable, WeightLoader
+from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.digests import byte_view, tensor_digest
 from torchrl_ext.sync.worker_end import WorkerEnd
-from torchrl_ext.types import EngineInfo, ParamMeta
-from torchrl_ext.weights.digests import byte_view, tensor_digest
-from torchrl_ext.weights.shards.blocks import Block
 
 WAIT_S = 60
 

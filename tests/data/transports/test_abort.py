@@ -7,12 +7,12 @@ from torch.distributed import HashStore
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
-from torchrl_ext.deadline import Deadline, in_thread
-from torchrl_ext.errors import TransportError, WeightSyncError
-from torchrl_ext.messages import Join, Prefetch
-from torchrl_ext.transports import disk, shared_root
-from torchrl_ext.transports.delta import reader
-from torchrl_ext.transports.ranks import Group, TrainerRanks
+from torchrl_ext.base.deadline import Deadline, in_thread
+from torchrl_ext.base.errors import TransportError, WeightSyncError
+from torchrl_ext.base.messages import Join, Prefetch
+from torchrl_ext.data.transports import disk, shared_root
+from torchrl_ext.data.transports.delta import reader
+from torchrl_ext.data.transports.ranks import Group, TrainerRanks
 
 MODULES = {"delta": reader, "disk": disk}
 

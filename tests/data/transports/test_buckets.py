@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.buckets import Lander, Packer, layout
+from torchrl_ext.data.transports.collective.stream import DIRECT_BYTES, buckets_of
+from torchrl_ext.data.transports.copies import BufferPool
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
-from torchrl_ext.transports.buckets import Lander, Packer, layout
-from torchrl_ext.transports.collective.stream import DIRECT_BYTES, buckets_of
-from torchrl_ext.transports.copies import BufferPool
-from torchrl_ext.types import ParamMeta
 
 CPU = torch.device("cpu")
 MOST_ALIGNED = 16  # bytes of the largest element

@@ -15,8 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.processes import calling, running_python
-from tests.transports.members import (
+from tests.data.transports.members import (
     BUCKET,
     SHORT_S,
     WAIT_S,
@@ -30,12 +29,13 @@ from tests.transports.members import (
     stop,
     weights,
 )  # fmt: skip
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.transports.base import Arrival, Update, Worker
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.weights.source import MappingSource
+from tests.processes import calling, running_python
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.transports.base import Arrival, Update, Worker
+from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.data.weights.source import MappingSource
 
 
 def test_the_signature_is_that_of_torchrl():

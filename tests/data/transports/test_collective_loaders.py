@@ -9,14 +9,14 @@ from contextlib import closing
 import pytest
 import torch
 
+from tests.data.transports.members import BUCKET, WAIT_S, member
 from tests.processes import calling, running_python
-from tests.transports.members import BUCKET, WAIT_S, member
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import TransportError
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import TransportError
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.transports.collective.stream import buckets_of
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.testing import any_bits
-from torchrl_ext.transports.collective.stream import buckets_of
-from torchrl_ext.weights.source import as_source
 
 COUNT = 25
 

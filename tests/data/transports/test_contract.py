@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import torchrl_ext as tx
 from tests.hostile import worse_json
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, WeightSyncError
+from torchrl_ext.data.transports.base import Worker
 from torchrl_ext.testing import (
     SMALL_BYTES,
     WAIT_S,
@@ -24,7 +25,6 @@ from torchrl_ext.testing import (
     assert_arrived,
     free_port,
 )
-from torchrl_ext.transports.base import Worker
 
 
 class OnChannel(StandaloneContract):
@@ -150,7 +150,7 @@ def test_settings_that_cannot_work_are_refused_at_once(name, how, tmp_path):
 
 @pytest.mark.parametrize("suite", [TestMemory, TestIPC, TestDisk, TestDelta, *InGroup.__subclasses__()])
 def test_whatever_a_control_layer_offers_a_worker_joins_or_ends_with_an_error_of_ours(suite, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchrl_ext.transports.shared_root.VISIBLE_S", 0.0)
+    monkeypatch.setattr("torchrl_ext.data.transports.shared_root.VISIBLE_S", 0.0)
     trainer, ended = suite().make_trainer(tmp_path), Deadline(0.0)
     ended.stop.set()
     info = json.loads(json.dumps(trainer.open(1, (), Deadline(WAIT_S)).info))

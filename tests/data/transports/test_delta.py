@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import torchrl_ext as tx
-from tests.transports import shard_ranks
-from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
-from tests.transports.shard_ranks import cut
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from tests.data.transports import shard_ranks
+from tests.data.transports.chains import checkpoint, folder, same, step, trainer_at, weights
+from tests.data.transports.shard_ranks import cut
+from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, UpdateError
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights.source import MappingSource
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.weights.source import MappingSource
 
 LAYOUTS = [(name, False) for name in ("auto", "deltas", "deltas_zstd", "indices")]
 LAYOUTS += [(name, True) for name in ("auto", "bitmap", "context", "ulp")]

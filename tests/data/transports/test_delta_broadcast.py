@@ -12,22 +12,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchrl_ext as tx
+from tests.data.transports.members import beside, enter, group, same
 from tests.processes import calling, python
-from tests.transports.members import beside, enter, group, same
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     DeadlineError,
     ManifestError,
     WeightSyncError,
 )
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.stores import Chain, version_name
-from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.transports.base import Arrival
+from torchrl_ext.data.transports.collective.transport import CollectiveWorker
+from torchrl_ext.data.transports.delta.broadcast import Broadcast
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.folders import version_name
+from torchrl_ext.data.versions.store import MemoryStore
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.base import Arrival
-from torchrl_ext.transports.collective.transport import CollectiveWorker
-from torchrl_ext.transports.delta.broadcast import Broadcast
 
 
 def weights(value=0.0):

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.data.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
+from tests.data.transports.members import stop
 from tests.processes import calling, running_python
-from tests.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
-from tests.transports.members import stop
-from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
-from torchrl_ext.stores import LocalStore, local
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
+from torchrl_ext.data.versions import checkpoint_writer, local
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.versions import checkpoint_writer
 
 DAMAGES = {
     "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),

@@ -14,17 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchrl_ext as tx
+from tests.data.transports.chains import same, trainer_at
+from tests.data.transports.shard_ranks import Blocks, blocks, cut, meet, step, weights
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import join, on_ranks
-from tests.transports.chains import same, trainer_at
-from tests.transports.shard_ranks import Blocks, blocks, cut, meet, step, weights
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.stores import Chain, LocalStore
-from torchrl_ext.stores.local import _LocalDraft
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+from torchrl_ext.data.versions.local import LocalStore, _LocalDraft
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 
 def delta_at(root, version):

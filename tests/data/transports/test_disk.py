@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torchrl_ext as tx
+from tests.data.transports import disk_ends
+from tests.data.transports.disk_ends import everything, publish, versions, weights
+from tests.data.transports.members import Interrupted, stop
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import calling, python, running_python
-from tests.transports import disk_ends
-from tests.transports.disk_ends import everything, publish, versions, weights
-from tests.transports.members import Interrupted, stop
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import StoreError
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import StoreError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.derived import MappedSource
+from torchrl_ext.data.weights.source import WeightSource, as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.derived import MappedSource
-from torchrl_ext.weights.source import WeightSource, as_source
 
 root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
 

@@ -19,10 +19,8 @@ import torch
 from msgspec.structs import replace
 
 import torchrl_ext as tx
-from tests.memory import track_peak
-from tests.processes import calling, files_of, maps_of, running_python
-from tests.transports import ipc_ends
-from tests.transports.ipc_ends import (
+from tests.data.transports import ipc_ends
+from tests.data.transports.ipc_ends import (
     SMALL_BYTES,
     everywhere,
     exchange,
@@ -32,12 +30,14 @@ from tests.transports.ipc_ends import (
     stops_taking,
     weights,
 )
-from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from tests.memory import track_peak
+from tests.processes import calling, files_of, maps_of, running_python
+from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.data.transports.ipc.memory import create
+from torchrl_ext.data.transports.ipc.messages import Announce, Load, Welcome
+from torchrl_ext.data.transports.links import shared_address
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.ipc.memory import create
-from torchrl_ext.transports.ipc.messages import Announce, Load, Welcome
-from torchrl_ext.transports.links import shared_address
-from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
 

@@ -19,31 +19,31 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import randoms
 
+from tests.data.transports import ipc_ends
+from tests.data.transports.ipc_ends import SMALL_BYTES, exchange, frame, joined, opened, prepared, weights
+from tests.data.transports.members import Interrupted, broken
 from tests.hostile import worse_bytes, worse_json
 from tests.processes import calling, python, running_python
-from tests.transports import ipc_ends
-from tests.transports.ipc_ends import SMALL_BYTES, exchange, frame, joined, opened, prepared, weights
-from tests.transports.members import Interrupted, broken
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     NotConnectedError,
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.base import Arrival, Update
+from torchrl_ext.data.transports.ipc import cuda_memory as cuda_ipc
+from torchrl_ext.data.transports.ipc import transport as ipc
+from torchrl_ext.data.transports.ipc.cuda_memory import CudaHandle
+from torchrl_ext.data.transports.ipc.memory import HostHandle, create
+from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, Load, Welcome
+from torchrl_ext.data.transports.ipc.worker import IPCWorker
+from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
+from torchrl_ext.data.transports.links import LocalListener, new_address, shared_address
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.base import Arrival, Update
-from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
-from torchrl_ext.transports.ipc import transport as ipc
-from torchrl_ext.transports.ipc.cuda_memory import CudaHandle
-from torchrl_ext.transports.ipc.memory import HostHandle, create
-from torchrl_ext.transports.ipc.messages import Announce, Done, Hello, Load, Welcome
-from torchrl_ext.transports.ipc.worker import IPCWorker
-from torchrl_ext.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.transports.links import LocalListener, new_address, shared_address
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
 NOBODY = 65534

@@ -5,10 +5,10 @@ import torch
 
 import torchrl_ext as tx
 from tests.lagging import DEVICE, Lagging
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.transports.base import Arrival, Worker
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.base import Arrival, Worker
 
 
 def join(info):

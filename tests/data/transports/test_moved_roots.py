@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import torchrl_ext as tx
-from tests.transports.chains import same, step, weights
-from torchrl_ext.errors import StoreError
-from torchrl_ext.stores import LocalStore
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from tests.data.transports.chains import same, step, weights
+from torchrl_ext.base.errors import StoreError
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 
 @pytest.fixture

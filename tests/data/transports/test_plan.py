@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transports.plans import Layout, carry_out, member_of, random_case, shares, stretch
-from torchrl_ext.errors import ConfigError, ManifestError, TransportError
-from torchrl_ext.transports.sharded.agreement import Needs
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan, make_plan
-from torchrl_ext.transports.sharded.plans.shares import packed, unpacked
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from tests.data.transports.plans import Layout, carry_out, member_of, random_case, shares, stretch
+from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.sharded.agreement import Needs
+from torchrl_ext.data.transports.sharded.plan import MemberPlan, Share, TransferPlan, make_plan
+from torchrl_ext.data.transports.sharded.shares import packed, unpacked
+from torchrl_ext.data.weights.blocks import Block
 
 MODEL = [
     ParamMeta(f"layers.{layer}.{name}", torch.bfloat16, shape)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import on_ranks
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     ConcurrentUpdateError,
     DeadlineError,
     ManifestError,
@@ -26,7 +26,7 @@ from torchrl_ext.errors import (
     TransportError,
     UpdateError,
 )
-from torchrl_ext.transports.ranks import Group, TrainerRanks, numbered
+from torchrl_ext.data.transports.ranks import Group, TrainerRanks, numbered
 
 PATIENT_S = 60.0
 KINDS = ["hash", "file", "tcp"]

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 
 import torchrl_ext as tx
+from tests.data.transports import sharded_engine
+from tests.data.transports.shard_ranks import Blocks, chunk
+from tests.data.transports.sharded_engine import LinePort, Served
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import join
-from tests.transports import sharded_engine
-from tests.transports.shard_ranks import Blocks, chunk
-from tests.transports.sharded_engine import LinePort, Served
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.data.transports.group.notes import HostedNotes, RemoteNotes
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.ranks import _Notes
 from torchrl_ext.testing import free_port
-from torchrl_ext.transports.group.notes import HostedNotes, RemoteNotes
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.ranks import _Notes
 
 SHAPES = {"a": (12, 8), "b": (8, 12), "c": (10,), "d": (16, 16), "e": (4, 4)}
 ROLES = ("rank 0", "rank 1", "engine 0", "engine 1")

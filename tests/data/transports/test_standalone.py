@@ -7,8 +7,8 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import Ends, assert_arrived, assert_held
-from torchrl_ext.weights.source import MappingSource
 
 
 @pytest.fixture

@@ -19,21 +19,21 @@ import xxhash
 import zstandard
 
 from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
-from torchrl_ext.codecs import streams
-from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.errors import ManifestError, WeightSyncError
-from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.stores.chain import Chain, Route
-from torchrl_ext.stores.delta_manifest import END, DeltaManifest
-from torchrl_ext.stores.manifest import MANIFEST, read_manifest
-from torchrl_ext.stores.versions import Version, version_name
+from torchrl_ext.base.errors import ManifestError, WeightSyncError
+from torchrl_ext.data.deltas import streams
+from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.transports.delta.broadcast import KeptTensors
+from torchrl_ext.data.versions.chain import Chain, Route
+from torchrl_ext.data.versions.delta_manifest import END, DeltaManifest
+from torchrl_ext.data.versions.folders import Version, version_name
+from torchrl_ext.data.versions.manifest import MANIFEST, read_manifest
+from torchrl_ext.data.versions.open_route import OpenRoute
+from torchrl_ext.data.versions.owned import Owned
+from torchrl_ext.data.versions.store import MemoryStore
+from torchrl_ext.data.versions.writer import ChainWriter
+from torchrl_ext.data.weights.digests import position_digest
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits, same_bits
-from torchrl_ext.transports.delta.broadcast import KeptTensors
-from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.versions.owned import Owned
-from torchrl_ext.versions.writer import ChainWriter
-from torchrl_ext.weights.digests import position_digest
-from torchrl_ext.weights.source import MappingSource
 
 Tensors = dict[str, torch.Tensor]
 KINDS = ("ulp", "context", "bitmap")

@@ -11,15 +11,15 @@ import torch
 import xxhash
 
 import torchrl_ext as tx
+from tests.data.transports import disk_ends
+from tests.data.transports.chains import flip
+from tests.data.transports.disk_ends import joined, publish, weights
 from tests.processes import calling, running_python
-from tests.transports import disk_ends
-from tests.transports.chains import flip
-from tests.transports.disk_ends import joined, publish, weights
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.data.transports.base import Arrival
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.base import Arrival
-from torchrl_ext.weights.source import as_source
 
 root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
 

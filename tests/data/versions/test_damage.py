@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from tests.data.versions.damage import KINDS, MOST_BYTES, WAYS, many, published
 from tests.hostile import at_most_more_bytes
-from tests.versions.damage import KINDS, MOST_BYTES, WAYS, many, published
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
 from tests.hostile import at_most_more_bytes, refused_or_right, worse_json
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.delta_manifest import BLOCK, BLOCKS, DIGEST, END, DeltaManifest
-from torchrl_ext.stores.manifest import Manifest, Placed, read_manifest
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.versions.delta_manifest import BLOCK, BLOCKS, DIGEST, END, DeltaManifest
+from torchrl_ext.data.versions.manifest import Manifest, Placed, read_manifest
 
 SHAPE = (1024, 256)
 

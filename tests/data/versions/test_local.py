@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.processes import WAIT_S, calling, python, running_python
-from torchrl_ext.errors import StoreError
-from torchrl_ext.stores import LocalStore
+from torchrl_ext.base.errors import StoreError
+from torchrl_ext.data.versions.local import LocalStore
 
 
 @pytest.fixture

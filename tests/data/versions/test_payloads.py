@@ -9,16 +9,16 @@ import weakref
 import pytest
 import torch
 
-from tests.transports.chains import flip, same
-from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores import LocalStore, remote
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.remote import RemoteStore, _RemoteFile
+from tests.data.transports.chains import flip, same
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.deltas.patch import apply_patch
+from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.versions import checkpoint_reader, payloads, remote
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.versions.reader import ChainReader
+from torchrl_ext.data.versions.remote import RemoteStore, _RemoteFile
 from torchrl_ext.testing import any_bits
-from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.versions import checkpoint_reader, payloads
-from torchrl_ext.versions.reader import ChainReader
 
 VERSIONS, TENSORS = 13, 12
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.transports.chains import checkpoint, published, same, trainer_at
-from tests.versions.damage import KINDS, NEW, OLD, route_of
-from tests.versions.damage import published as published_delta
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.landing.patcher import Patcher, identity
-from torchrl_ext.stores import LocalStore
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.versions.open_delta import OpenDelta
-from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.weights.digests import position_digest
+from tests.data.transports.chains import checkpoint, published, same, trainer_at
+from tests.data.versions.damage import KINDS, NEW, OLD, route_of
+from tests.data.versions.damage import published as published_delta
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.landing.patcher import Patcher, identity
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.versions.open_delta import OpenDelta
+from torchrl_ext.data.versions.reader import ChainReader
+from torchrl_ext.data.weights.digests import position_digest
 
 
 @pytest.fixture(params=["ulp", "context"])

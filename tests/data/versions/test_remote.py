@@ -16,13 +16,14 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 import torchrl_ext as tx
+from tests.data.transports.chains import same
+from tests.data.transports.members import stop
 from tests.processes import WAIT_S, calling, running_python
-from tests.transports.chains import same
-from tests.transports.members import stop
-from torchrl_ext.errors import StoreError, WeightSyncError
-from torchrl_ext.stores import Chain, open_store
-from torchrl_ext.stores.remote import RemoteStore
-from torchrl_ext.stores.versions import version_name, version_number
+from torchrl_ext.base.errors import StoreError, WeightSyncError
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.folders import version_name, version_number
+from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.versions.remote import RemoteStore
 from torchrl_ext.testing import any_bits
 
 RUNS = 500
@@ -177,8 +178,8 @@ def test_a_reader_whose_keyframe_is_removed_under_it_takes_the_newest(url, monke
         return ranges(self, key, spans)
 
     monkeypatch.setattr(RemoteStore, "ranges", overtaken)
-    monkeypatch.setattr("torchrl_ext.stores.remote._AHEAD_BYTES", 8)
-    monkeypatch.setattr("torchrl_ext.stores.remote._RemoteFile.chunk_bytes", 8)
+    monkeypatch.setattr("torchrl_ext.data.versions.remote._AHEAD_BYTES", 8)
+    monkeypatch.setattr("torchrl_ext.data.versions.remote._RemoteFile.chunk_bytes", 8)
     reader = at(url)
     assert same(reader.receive_weights(WAIT_S), value(2)) and reader.received_version == 2
 
@@ -351,7 +352,7 @@ def run_in_the_manifest(store, number):
 
 
 def test_no_interleaving_of_two_writers_loses_or_changes_a_version(monkeypatch):
-    monkeypatch.setattr("torchrl_ext.stores.chain.read_version", run_in_the_manifest)
+    monkeypatch.setattr("torchrl_ext.data.versions.chain.read_version", run_in_the_manifest)
     published = refused = 0
     for seed in range(RUNS):
         bucket = Bucket(seed)

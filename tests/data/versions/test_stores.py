@@ -7,10 +7,10 @@ import uuid
 import pytest
 from s3fs import S3FileSystem
 
-from tests.transports.test_contract import free_port
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
-from torchrl_ext.stores import open_store
-from torchrl_ext.stores.base import MemoryStore
+from tests.data.transports.test_contract import free_port
+from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.versions.store import MemoryStore
 
 
 @pytest.fixture(params=["a directory", "a dictionary", "memory", "s3"])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tests.transports.chains import same
-from torchrl_ext.codecs import streams
-from torchrl_ext.kernels.base import Piece
-from torchrl_ext.landing.patcher import Patcher, compare
-from torchrl_ext.stores import LocalStore
-from torchrl_ext.stores.chain import Chain
+from tests.data.transports.chains import same
+from torchrl_ext.data.deltas import streams
+from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.landing.patcher import Patcher, compare
+from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.versions import payloads
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.versions.reader import ChainReader
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.digests import PositionDigest
 from torchrl_ext.testing import any_bits
-from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.versions import payloads
-from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.weights.digests import PositionDigest
-from torchrl_ext.weights.shards.blocks import Block
 
 WORKERS = 8
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+from torchrl_ext.data.weights.digests import byte_view
+from torchrl_ext.data.weights.source import checked
 from torchrl_ext.testing import same_bits
-from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.source import checked
 
 
 class Policy(nn.Module):

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from tests.models import converted_model
-from torchrl_ext.errors import ManifestError
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights import hf_names
+from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
+from torchrl_ext.data.weights.derived import ConvertedSource
+from torchrl_ext.data.weights.source import MappingSource, WeightSource, as_source
+from torchrl_ext.data.weights.view import View
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights import hf_names
-from torchrl_ext.weights.derived import ConvertedSource
-from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
-from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
-from torchrl_ext.weights.view import View
 
 
 def test_tensors_of_a_plain_model_and_its_experts_are_views_of_live_memory():

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_model
-from torchrl_ext.errors import ConfigError, IntegrityError, UpdateError
+from torchrl_ext.base.errors import ConfigError, IntegrityError, UpdateError
+from torchrl_ext.data.weights.checkpoint import CheckpointSource, companion_files, local_checkpoint, revised
+from torchrl_ext.data.weights.source import WeightSource, checked
 from torchrl_ext.testing import same_bits
-from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files, local_checkpoint, revised
-from torchrl_ext.weights.source import WeightSource, checked
 
 
 @pytest.fixture

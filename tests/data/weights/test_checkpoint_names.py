@@ -12,15 +12,15 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import CONVERTED, converted_model, tiny_model
-from torchrl_ext.collectors.policy_loader import ModelLoader
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.landing.loader import as_loader
+from torchrl_ext.data.weights.digests import position_digest, tensor_digest
+from torchrl_ext.data.weights.hf_names import groups_of
+from torchrl_ext.data.weights.source import ModuleSource, as_source, checked, named_tensors
+from torchrl_ext.rl.collectors.policy_loader import ModelLoader
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import position_digest, tensor_digest
-from torchrl_ext.weights.hf_names import groups_of
-from torchrl_ext.weights.source import ModuleSource, as_source, checked, named_tensors
 
 STACKED = "model.layers.1.mlp.experts.gate_up_proj"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"

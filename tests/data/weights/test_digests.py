@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import random_bits
-from torchrl_ext.kernels.base import Piece, linear_keys
-from torchrl_ext.kernels.host import HostKernels
-from torchrl_ext.weights.digests import PositionDigest, position_digest
+from tests.data.deltas.data import random_bits
+from torchrl_ext.data.deltas.host import HostKernels
+from torchrl_ext.data.deltas.kernels import Piece, linear_keys
+from torchrl_ext.data.weights.digests import PositionDigest, position_digest
 
 
 def of_part(full: torch.Tensor, ranges) -> PositionDigest:

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.data.weights.ranks import Policy, no_collectives, require_assembled, sharded
 from tests.models import converted_model
 from tests.ranks import on_ranks, raises_if
-from tests.weights.shards.ranks import Policy, no_collectives, require_assembled, sharded
-from torchrl_ext.errors import ManifestError
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.derived import MappedSource
+from torchrl_ext.data.weights.source import as_source
 from torchrl_ext.testing import any_bits, same_bits
-from torchrl_ext.weights.derived import MappedSource
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.source import as_source
 
 
 @functools.cache

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.errors import ManifestError, UpdateError
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.errors import ManifestError, UpdateError
+from torchrl_ext.data.weights.blocks import Block, Shard
+from torchrl_ext.data.weights.source import MappingSource, ModuleSource, WeightSource, checked, require_finite
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.update_source import UpdateSource
-from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, checked, require_finite
 
 ROUTES = {
     "memory": {},

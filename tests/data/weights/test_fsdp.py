@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import torchrl_ext as tx
+from tests.data.weights.ranks import Policy, sharded
 from tests.ranks import on_ranks, raises_if
-from tests.weights.shards.ranks import Policy, sharded
-from torchrl_ext.errors import ConfigError, ManifestError, TransportError, UpdateError
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError, UpdateError
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 
 def trained(policy):

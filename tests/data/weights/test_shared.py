@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.weights.shared import Place, differing, refuse_digests, shared, shared_in, tied_by_config
-from torchrl_ext.weights.source import MappingSource
-from torchrl_ext.weights.view import View
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, shared, shared_in, tied_by_config
+from torchrl_ext.data.weights.source import MappingSource
+from torchrl_ext.data.weights.view import View
 
 SIZE = 48
 

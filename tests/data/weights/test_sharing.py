@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.weights.test_view import SHAPES, blocks_of, counted
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.shards.sharing import disjoint, owners
+from tests.data.weights.test_view import SHAPES, blocks_of, counted
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.sharing import disjoint, owners
 
 
 def meta(*shape):

@@ -13,13 +13,13 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchrl_ext as tx
-from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
+from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.data.weights.derived import MappedSource, as_mapper
+from torchrl_ext.data.weights.digests import byte_view, tensor_digest
+from torchrl_ext.data.weights.source import MappingSource, WeightSource, as_source, checked
 from torchrl_ext.testing import same_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import MappedSource, as_mapper
-from torchrl_ext.weights.digests import byte_view, tensor_digest
-from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked
 
 
 def names(weights):

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.files import LocalFile
+from torchrl_ext.base.errors import IntegrityError, ManifestError
+from torchrl_ext.base.files import LocalFile
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
 
 
 def test_it_reads_what_the_reference_library_writes(tmp_path):

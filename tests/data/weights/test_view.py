@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.hf_names import shards_of_part
-from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.view import Block, View, merged, overlap, without
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.blocks import Shard
+from torchrl_ext.data.weights.hf_names import shards_of_part
+from torchrl_ext.data.weights.view import Block, View, merged, overlap, without
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import httpx
 
 from tests.processes import WAIT_S, running_python
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.serving.server import as_flags
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.control.serving.server import as_flags
 
-_ENGINE = "import sys; from torchrl_ext.embedded.__main__ import main; sys.exit(main(sys.argv[1:]))"
+_ENGINE = "import sys; from torchrl_ext.engines.embedded.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 class EmbeddedServer:
-    """As `torchrl_ext.serving.engines.embedded.EmbeddedServer`, forked: up in a moment. Killed at the end of its block.
+    """As `torchrl_ext.control.serving.embedded.EmbeddedServer`, forked: up in a moment. Killed at the end of its block.
 
     ``site`` is a directory of further packages, which the engine has installed; ``routes`` names routes that it adds.
     """
@@ -66,7 +66,7 @@ def served_here(engine, *, api_key=None, routes=(), **settings):
     """Serve an `Engine` of this process, by a thread; yields an object with its ``url`` and ``engine``."""
     import uvicorn
 
-    from torchrl_ext.embedded.server import make_app
+    from torchrl_ext.engines.embedded.server import make_app
 
     port = free_port()
     app = make_app(engine, api_key=api_key, routes=routes)

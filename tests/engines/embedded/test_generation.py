@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.embedded.protocol import GenerateRequest, Sampling
-from torchrl_ext.embedded.sampling import pick
-from torchrl_ext.embedded.scheduler import Scheduler
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
-from torchrl_ext.messages import Start, Verify
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
+from torchrl_ext.base.messages import Start, Verify
+from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.protocol import GenerateRequest, Sampling
+from torchrl_ext.engines.embedded.sampling import pick
+from torchrl_ext.engines.embedded.scheduler import Scheduler
 
 CONTEXT = 256
 
@@ -307,6 +307,6 @@ class TestSleep:
         assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16)
 
     def test_a_control_call_that_waits_too_long_for_another_says_so(self, engine, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.embedded.engine._BUSY_S", 0.01)
+        monkeypatch.setattr("torchrl_ext.engines.embedded.engine._BUSY_S", 0.01)
         with engine._control, pytest.raises(DeadlineError, match="another control call"):
             engine.resume()

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import httpx
 from starlette.testclient import TestClient
 
-from tests.embedded import served_here
+from tests.engines.embedded import served_here
 from tests.processes import WAIT_S
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.embedded import server as server_module
-from torchrl_ext.embedded.listening import patient
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.engines.embedded import server as server_module
+from torchrl_ext.engines.embedded.listening import patient
 
 KEY = "K"
 HALF = b"POST /pause HTTP/1.1\r\nHost: engine\r\nX-"

@@ -12,12 +12,12 @@ from starlette.testclient import TestClient
 
 from tests.models import PROMPT, tiny_checkpoint
 from tests.processes import WAIT_S, calling, running_python
-from torchrl_ext.embedded.__main__ import main
-from torchrl_ext.embedded.listening import patient
-from torchrl_ext.errors import EngineError
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.serving.engines.embedded import EmbeddedServer
-from torchrl_ext.types import API_KEY_VARIABLE
+from torchrl_ext.base.errors import EngineError
+from torchrl_ext.base.types import API_KEY_VARIABLE
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.serving.embedded import EmbeddedServer
+from torchrl_ext.engines.embedded.__main__ import main
+from torchrl_ext.engines.embedded.listening import patient
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def routes(engine):
 
 
 def test_more_routes_are_served_where_the_command_names_them(run, checkpoint, caplog):
-    for options, there in (((), False), (("--routes", "tests.embedded.test_process:routes"), True)):
+    for options, there in (((), False), (("--routes", "tests.engines.embedded.test_process:routes"), True)):
         status, ((app, settings),) = run(checkpoint, *options, "--host", "0.0.0.0")
         assert (status, settings["host"], settings["port"]) == (0, "0.0.0.0", 7)
         assert settings["http"].__module__ == patient.__module__  # test_listening.py tells what it does

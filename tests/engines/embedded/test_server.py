@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.embedded import served_here
+from tests.engines.embedded import served_here
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.messages import Join
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.messages import Join
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.data.landing.loader import as_loader
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.engines.embedded.engine import Engine
 
 CONTEXT = 4096
 LONG = 1500

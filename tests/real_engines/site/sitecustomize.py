@@ -3,7 +3,7 @@
 Their processes start one after the other, each a fresh interpreter that imports the whole engine for ten seconds. Here
 a helper imports while the server does, and the server's children, and theirs, are forked from it. They stay below the
 server in the tree of processes; what they run is the same. The interpreter imports this module before anything else
-where its folder is on ``PYTHONPATH``, which `tests.engine.served` sees to.
+where its folder is on ``PYTHONPATH``, which `tests.real_engines.served` sees to.
 """
 
 import ctypes

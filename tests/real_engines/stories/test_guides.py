@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torchrl_ext as tx
-from tests.engine.test_delta import nudged
 from tests.models import PROMPT, greedy, tiny_model
+from tests.real_engines.test_delta import nudged
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving

@@ -6,7 +6,7 @@ from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
 from tests.models import tiny_model
-from torchrl_ext.cli.demo.training import DigitsTask
+from torchrl_ext.cli.training import DigitsTask
 from torchrl_ext.testing.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine

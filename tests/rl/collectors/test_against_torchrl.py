@@ -11,8 +11,8 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 
 import torchrl_ext as tx
-from tests.collectors.collecting import Walk, followers, make_policy, same, train, worker_weights
-from torchrl_ext.errors import UpdateError
+from tests.rl.collectors.collecting import Walk, followers, make_policy, same, train, worker_weights
+from torchrl_ext.base.errors import UpdateError
 
 SCHEMES = [
     pytest.param(MultiProcessWeightSyncScheme, id="process"),

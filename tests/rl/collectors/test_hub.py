@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.collectors.hub import Hub, dial
-from torchrl_ext.collectors.worker_end import LinkPort, WorkerTransport
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     DeadlineError,
     EngineUnreachableError,
     NotConnectedError,
     TransportError,
     WeightSyncError,
 )
-from torchrl_ext.messages import Finish, Join, Rehearse
-from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.base.messages import Finish, Join, Rehearse
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.data.transports.links import Link
+from torchrl_ext.rl.collectors.hub import Hub, dial
+from torchrl_ext.rl.collectors.worker_end import LinkPort, WorkerTransport
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.links import Link
 
 WAIT_S = 20.0
 LARGE = {"params": "x" * (17 << 20)}
@@ -112,7 +112,7 @@ class TestDeadlines:
             reader.read(Deadline(WAIT_S))
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)
+        monkeypatch.setattr("torchrl_ext.rl.collectors.hub._HELLO_S", 0.3)
         hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {})
         with socket.create_connection(hub.address[:2]) as silent:
             hello = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 1}

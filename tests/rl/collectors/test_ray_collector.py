@@ -13,11 +13,11 @@ from torchrl.collectors.llm import RayLLMCollector
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 import torchrl_ext as tx
-from tests.collectors.chat import make_env, make_remote_policy
-from tests.collectors.collecting import Walk, make_policy, same, train
+from tests.control.ray_cluster import two_nodes
 from tests.models import tiny_checkpoint, tiny_model
-from tests.rpc.ray_cluster import two_nodes
-from torchrl_ext.serving.engines.embedded import EmbeddedServer
+from tests.rl.collectors.chat import make_env, make_remote_policy
+from tests.rl.collectors.collecting import Walk, make_policy, same, train
+from torchrl_ext.control.serving.embedded import EmbeddedServer
 
 WAIT_S = 120
 

@@ -15,7 +15,8 @@ from torch import nn
 from torchrl.collectors import Collector, MultiSyncCollector
 
 import torchrl_ext as tx
-from tests.collectors.collecting import (
+from tests.processes import python
+from tests.rl.collectors.collecting import (
     BETWEEN_PROCESSES,
     WAIT_S,
     Mortal,
@@ -28,9 +29,8 @@ from tests.collectors.collecting import (
     train,
     worker_weights,
 )
-from tests.processes import python
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     ConcurrentUpdateError,
     ConfigError,
     DeadlineError,
@@ -38,7 +38,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.data.versions.reader import ChainReader
 
 Scheme = tx.TransportWeightSyncScheme
 
@@ -210,7 +210,7 @@ def test_one_import_gives_torchrl_a_class_per_transport_and_takes_no_name_from_o
         "    def create_transport(self): ...\n"
         "w.weight_sync_schemes.register_weight_sync_backend('disk')(Theirs)\n"
         "assert tx.TransportWeightSyncScheme('memory') and 'delta' not in w.weight_sync_schemes._WEIGHT_SYNC_SCHEMES\n"
-        "from torchrl_ext.collectors import backends\n"
+        "from torchrl_ext.rl.collectors import backends\n"
         "backends.register()\n"
         "for name in tx.transports():\n"
         "    scheme = w.WeightSyncScheme.from_backend(name)\n"

@@ -14,14 +14,14 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.trainers.trainers import UpdateWeights
 
 import torchrl_ext as tx
-from tests.collectors.chat import make_env, make_remote_policy
-from tests.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
-from torchrl_ext.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
-from torchrl_ext.registry import transports
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from tests.rl.collectors.chat import make_env, make_remote_policy
+from tests.rl.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
+from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
+from torchrl_ext.base.registry import transports
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 FIRST = ("collective", "delta")
 

@@ -9,9 +9,9 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 import torchrl_ext as tx
+from tests.control.requests.inputs import TEMPLATE, prompts
 from tests.models import tiny_tokenizer
 from tests.processes import WAIT_S
-from tests.rollout.inputs import TEMPLATE, prompts
 
 KINDS = {"text": Text, "masks": Masks, "tokens": Tokens, "log_probs": LogProbs, "history": ChatHistory}
 KEYS = {

@@ -4,9 +4,9 @@ import torch
 from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
-from torchrl_ext.cli.demo.training import Trainer
-from torchrl_ext.rpc.http import HTTPSession
+from tests.engines.embedded import EmbeddedServer
+from torchrl_ext.cli.training import Trainer
+from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.testing.tiny import make_tiny_lm
 
 SETTINGS = {"input_mode": "text", "generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}, "seed": 0}

@@ -11,9 +11,9 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.engines.embedded import EmbeddedServer
 from tests.models import greedy
-from torchrl_ext.cli.demo.training import Trainer
+from torchrl_ext.cli.training import Trainer
 from torchrl_ext.testing.tiny import make_tiny_lm
 
 GROUP, BATCHES = 2, 3

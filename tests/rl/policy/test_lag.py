@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.torchrl.lag import MaxLag
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.rl.policy.lag import MaxLag
 
 ROW = st.lists(st.integers(-1, 5), min_size=1, max_size=3)  # versions of a response's tokens
 

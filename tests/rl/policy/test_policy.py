@@ -11,13 +11,13 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
+from tests.control.requests.inputs import PROMPTS, TEMPLATE, leaves, prompts
+from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import WAIT_S
-from tests.rollout.inputs import PROMPTS, TEMPLATE, leaves, prompts
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.torchrl.records import read_prompts
-from torchrl_ext.rollout.torchrl.settings import WrapperSettings
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.rl.policy.records import read_prompts
+from torchrl_ext.rl.policy.settings import WrapperSettings
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 MODES = ["history", "text", "tokens"]

@@ -8,7 +8,7 @@ import hydra
 import torch
 from hydra.utils import instantiate
 
-import torchrl_ext.configs  # noqa: F401 - the only line that a script of TorchRL's does not have
+import torchrl_ext.rl.hydra  # noqa: F401 - the only line that a script of TorchRL's does not have
 
 warnings.filterwarnings("ignore")
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_ext.errors import EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import Inspect, Load, Message, Start, State, read
-from torchrl_ext.registry import Make
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.rpc.port import EngineState, Port
+from torchrl_ext.base.errors import EngineRefusedError, WeightSyncError
+from torchrl_ext.base.messages import Inspect, Load, Message, Start, State, read
+from torchrl_ext.base.registry import Make
+from torchrl_ext.base.types import EngineInfo, Info
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import EngineInfo, Info
 
 # the server
 

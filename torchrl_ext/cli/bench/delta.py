@@ -21,17 +21,17 @@ import xxhash
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.bench.data import SIZES, Pair, synthetic_pair
-from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.codecs.streams import find
-from torchrl_ext.codecs.units import units
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.containers import BlockFiles, code
-from torchrl_ext.versions.owned import FlatCopies
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.cli.bench.data import SIZES, Pair, synthetic_pair
+from torchrl_ext.cli.bench.runner import ratio, rounds
+from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas.pipeline import worker_threads
+from torchrl_ext.data.deltas.streams import find
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.versions.containers import BlockFiles, code
+from torchrl_ext.data.versions.owned import FlatCopies
 
 __all__ = ["OURS", "OTHERS", "changes", "compare", "measure"]
 

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
-from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.errors import TransportError
-from torchrl_ext.serving.processes import free_port
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.transports.disk import DiskTransport
-from torchrl_ext.transports.ipc.transport import IPCTransport
-from torchrl_ext.types import Info
+from torchrl_ext.base.errors import TransportError
+from torchrl_ext.base.types import Info
+from torchrl_ext.cli.bench.data import SIZES, Shapes, shapes_bytes
+from torchrl_ext.cli.bench.runner import ratio, rounds
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.data.transports.disk import DiskTransport
+from torchrl_ext.data.transports.ipc.transport import IPCTransport
 
 __all__ = ["REFERENCES", "measure"]
 

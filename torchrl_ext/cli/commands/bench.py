@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from torchrl_ext.bench.runner import figures
+from torchrl_ext.cli.bench.runner import figures
 from torchrl_ext.cli.frame import answer, table
 
 __all__ = ["app"]
@@ -27,7 +27,7 @@ def transport(size: Size = "full", repeats: Repeats = 7) -> int:
 
     Example: `torchrl-ext bench transport --size small`
     """
-    from torchrl_ext.bench.transport import measure
+    from torchrl_ext.cli.bench.transport import measure
 
     return _shown(measure(size, repeats))
 
@@ -44,7 +44,7 @@ def delta(
 
     Example: `torchrl-ext bench delta --density 0.01 --density 0.03`
     """
-    from torchrl_ext.bench.delta import measure
+    from torchrl_ext.cli.bench.delta import measure
 
     return _shown(measure(size, density, repeats))
 

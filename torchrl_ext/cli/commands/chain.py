@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchrl_ext.base.errors import ConfigError, IntegrityError, WeightSyncError
 from torchrl_ext.cli.frame import answer, note
-from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 
 if TYPE_CHECKING:
-    from torchrl_ext.versions.roots import Reader
+    from torchrl_ext.data.versions.roots import Reader
 
 __all__ = ["VERSION_HEAD", "app", "version_line"]
 
@@ -29,8 +29,8 @@ app = typer.Typer(help="List, check, prune and unpack the versions under a root.
 
 
 def _reader(root: str, base: str | None) -> Reader:
-    from torchrl_ext.stores import open_store
-    from torchrl_ext.versions.roots import Reader
+    from torchrl_ext.data.versions.opening import open_store
+    from torchrl_ext.data.versions.roots import Reader
 
     store = open_store(root)
     if not store.available():
@@ -57,7 +57,7 @@ VERSION_HEAD = f"{'version':>7}  {'kind':<14}{'base':>7}{'delta bytes':>14}{'ful
 
 
 def version_line(row: Mapping[str, Any]) -> str:
-    """Return the line of a version below `VERSION_HEAD`, from `torchrl_ext.versions.roots.Reader.summary`."""
+    """Return the line of a version below `VERSION_HEAD`, from `torchrl_ext.data.versions.roots.Reader.summary`."""
     base = "" if row["base"] is None else row["base"]
     share = "" if row["density"] is None else f"{row['density']:.4%}"
     full = f"{row['keyframe_bytes']:,}" if row["keyframe_bytes"] else ""
@@ -71,8 +71,8 @@ def verify(root: Root, base: Base = None) -> int:
 
     Example: `torchrl-ext chain verify /shared/updates --base checkpoints/start`
     """
-    from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-    from torchrl_ext.weights.digests import tensor_digest
+    from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
+    from torchrl_ext.data.weights.digests import tensor_digest
 
     reader = _reader(root, base)
     follower = reader.follower(keep=True)
@@ -151,9 +151,9 @@ def materialize(
 
     Example: `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
     """
-    from torchrl_ext.stores import LocalStore
-    from torchrl_ext.versions.checkpoint_writer import FullWriter
-    from torchrl_ext.versions.roots import Unpacked
+    from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+    from torchrl_ext.data.versions.local import LocalStore
+    from torchrl_ext.data.versions.roots import Unpacked
 
     reader = _reader(root, base)
     folder = Path(os.path.abspath(out))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.cli.commands.push import check_engines
 from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.cli.interrupts import Interrupts
-from torchrl_ext.cli.push import check_engines
-from torchrl_ext.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrl_ext.types import EngineInfo, Info
+    from torchrl_ext.base.types import EngineInfo, Info
 
 __all__ = ["app"]
 
@@ -56,7 +56,7 @@ def demo(
     * `torchrl-ext demo --transport sharded --engine vllm --tp 2`
     * `torchrl-ext demo --model policy --engines 127.0.0.1:8000 127.0.0.1:8001`
     """
-    from torchrl_ext.registry import transports
+    from torchrl_ext.base.registry import transports
 
     _check(transport, engine, engines, tp, root)
     began = time.perf_counter()
@@ -80,7 +80,7 @@ def demo(
 
 
 def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int, root: str | None) -> None:
-    from torchrl_ext.registry import engines, transports
+    from torchrl_ext.base.registry import engines, transports
 
     known = inspect.signature(transports.load(transport)).parameters
     if root is not None and "root" not in known:
@@ -111,7 +111,7 @@ def _running(addresses: Sequence[str], transport: str, model: str | None) -> tup
         ConfigError: the engines have no broadcast in common, or this machine has no checkpoint to start from.
     """
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
-    from torchrl_ext.rpc.discovery import discover
+    from torchrl_ext.control.discovery import discover
 
     infos = discover(*addresses)
     if transport == "collective":
@@ -130,10 +130,10 @@ def _started(
     engine: str, model: str | None, seed: int, tp: int, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[list[EngineInfo], str]:
     """Start an engine that ends with ``stack``; return its description, and the checkpoint that it started from."""
+    from torchrl_ext.base.registry import engines
     from torchrl_ext.cli.environments import settings_for
-    from torchrl_ext.registry import engines
-    from torchrl_ext.rpc.discovery import discover
-    from torchrl_ext.serving.server import start
+    from torchrl_ext.control.discovery import discover
+    from torchrl_ext.control.serving.server import start
     from torchrl_ext.testing.tiny import make_tiny_lm
 
     make, model_dir = engines.part(engine, "server"), model or str(make_tiny_lm(folder / "model", seed=seed))
@@ -153,8 +153,8 @@ def _train(
     from torchrl.collectors.llm import LLMCollector
 
     import torchrl_ext as tx
-    from torchrl_ext.cli.demo.training import Trainer, quiet
-    from torchrl_ext.rollout.torchrl.lag import MaxLag
+    from torchrl_ext.cli.training import Trainer, quiet
+    from torchrl_ext.rl.policy.lag import MaxLag
 
     quiet()
     torch.manual_seed(seed)
@@ -225,9 +225,9 @@ def _same_weights(model: Any, urls: Sequence[str]) -> bool:
 
     For the other engines a report's ``verified`` says the same of the last version.
     """
-    from torchrl_ext.rpc.http import HTTPSession
-    from torchrl_ext.weights.digests import tensor_digest
-    from torchrl_ext.weights.source import as_source
+    from torchrl_ext.control.http import HTTPSession
+    from torchrl_ext.data.weights.digests import tensor_digest
+    from torchrl_ext.data.weights.source import as_source
 
     own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
     for url in urls:
@@ -240,8 +240,8 @@ def _same_weights(model: Any, urls: Sequence[str]) -> bool:
 
 def _same_greedy(model: Any, prompts: Sequence[Sequence[int]], engine: EngineInfo) -> bool:
     """Return whether ``engine`` continues every prompt as ``model`` does."""
-    from torchrl_ext.cli.demo.training import greedy
-    from torchrl_ext.rollout.client import InferenceClient
+    from torchrl_ext.cli.training import greedy
+    from torchrl_ext.control.requests.client import InferenceClient
 
     with contextlib.closing(InferenceClient(engine.url, kind=engine.kind)) as client:
         found = client.generate(list(prompts), max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)

@@ -11,7 +11,7 @@ import typer
 from torchrl_ext.cli.frame import APIKey, answer, table
 
 if TYPE_CHECKING:
-    from torchrl_ext.types import EngineInfo
+    from torchrl_ext.base.types import EngineInfo
 
 __all__ = ["app"]
 
@@ -32,9 +32,9 @@ def discover(
     * `torchrl-ext discover host1:8000 host2:8000`
     * `torchrl-ext discover host:8000 --json`
     """
-    from torchrl_ext.errors import WeightSyncError
-    from torchrl_ext.rpc import discovery
-    from torchrl_ext.rpc.http import normalise_urls
+    from torchrl_ext.base.errors import WeightSyncError
+    from torchrl_ext.control import discovery
+    from torchrl_ext.control.http import normalise_urls
 
     def ask(address: str) -> EngineInfo | WeightSyncError:
         try:

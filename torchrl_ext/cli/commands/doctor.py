@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.text import Text
 
+from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.cli.frame import APIKey, answer
-from torchrl_ext.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
     from torchrl_ext.cli.examination import Examined, Finding
@@ -52,9 +52,9 @@ def doctor(
     * `torchrl-ext doctor host1:8000 host2:8000 --transport delta --root /shared/updates --model policy`
     * `torchrl-ext doctor host1:8000 --update-weight-mode delta --update-weight-disk-dir /shared`
     """
+    from torchrl_ext.base.messages import Inspect
     from torchrl_ext.cli.examination import Trainer, compare, dtypes_of, examine, failed, failure, ok, probe
     from torchrl_ext.cli.examination import rehearse as rehearsed
-    from torchrl_ext.messages import Inspect
 
     own: list[Finding] = []
     job = _job(engines or [])
@@ -133,7 +133,7 @@ def _chosen(
         ConfigError: the options cannot work together, or the engines have no broadcast in common.
     """
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
-    from torchrl_ext.rpc.discovery import discover
+    from torchrl_ext.control.discovery import discover
 
     if all(getattr(job, option.name) in (None, False) for option in fields(WeightUpdateConfig)):
         return None

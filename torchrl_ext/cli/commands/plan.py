@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrl_ext.cli.frame import answer
-from torchrl_ext.planning import Facts, Recommendation, recommend
+from torchrl_ext.cli.planning import Facts, Recommendation, recommend
 
 __all__ = ["app"]
 

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 from rich.text import Text
 from typer import Argument, Option, Typer
 
+from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.cli.frame import APIKey, answer, fail, note, progress, table
-from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchrl_ext.types import EngineInfo, Info, SyncReport
-    from torchrl_ext.weights.checkpoint import CheckpointSource
+    from torchrl_ext.base.types import EngineInfo, Info, SyncReport
+    from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 __all__ = ["app", "check_engines"]
 
@@ -77,7 +77,7 @@ def push(
     * `torchrl-ext push checkpoints/step-500 --engines host1:8000 --transport delta --base checkpoints/step-400`
     """
     import torchrl_ext as tx
-    from torchrl_ext.types import dtype_from_name
+    from torchrl_ext.base.types import dtype_from_name
 
     given: Info = {"root": root, "keep_files": keep_files, "base": base, "encoding": encoding}
     given = {name: value for name, value in {**given, "master_address": master_address}.items() if value}
@@ -140,7 +140,7 @@ def check_engines(found: list[EngineInfo], transport: str) -> None:
 
 def _settings(transport: str, found: list[EngineInfo], given: Info, stack: contextlib.ExitStack) -> Info:
     """Return the transport's settings; what it writes is removed when ``stack`` closes, unless files are kept."""
-    from torchrl_ext.types import is_loopback
+    from torchrl_ext.base.types import is_loopback
 
     if transport in ("collective", "native"):
         make = {"make": found[0].kind} if transport == "native" else {}
@@ -171,7 +171,7 @@ def _settings(transport: str, found: list[EngineInfo], given: Info, stack: conte
 
 def _remove(place: str) -> None:
     """Remove what this push wrote into its own directory or prefix."""
-    from torchrl_ext.stores import open_store
+    from torchrl_ext.data.versions.opening import open_store
 
     if "://" not in place:
         shutil.rmtree(place, ignore_errors=True)
@@ -186,7 +186,7 @@ def _remove(place: str) -> None:
 @contextlib.contextmanager
 def _read(directory: str) -> Iterator[CheckpointSource]:
     """Yield the source of a checkpoint; a bar on a terminal shows how much of it was read."""
-    from torchrl_ext.weights.checkpoint import CheckpointSource
+    from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
     class Counted(CheckpointSource):
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from typer import Argument, Option, Typer
 
+from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.cli.interrupts import Interrupts
-from torchrl_ext.errors import ConfigError, EngineError
 
 __all__ = ["app"]
 
@@ -72,9 +72,9 @@ def serve(
 
 def _start(engine: str, model: str, settings: dict[str, Any]) -> Any:
     """Start the engine with the options that were given; an option that the engine does not have is an error."""
+    from torchrl_ext.base.registry import engines
     from torchrl_ext.cli.environments import settings_for
-    from torchrl_ext.registry import engines
-    from torchrl_ext.serving.server import start
+    from torchrl_ext.control.serving.server import start
 
     spec = engines.part(engine, "server")
     unknown = [_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in settings if name not in spec.settings()]

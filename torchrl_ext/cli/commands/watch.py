@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.text import Text
 from typer import Argument, Option, Typer
 
-from torchrl_ext.cli.chain import VERSION_HEAD, version_line
+from torchrl_ext.base.errors import ConfigError, WeightSyncError
+from torchrl_ext.cli.commands.chain import VERSION_HEAD, version_line
 from torchrl_ext.cli.frame import APIKey, answer, as_json
-from torchrl_ext.errors import ConfigError, WeightSyncError
 
 __all__ = ["EngineLook", "app", "looks"]
 
@@ -99,8 +99,8 @@ def looks(
         A row for each engine, and one for each root: ``root``, ``latest``, ``versions`` (as ``chain ls`` shows them)
         or ``error``.
     """
-    from torchrl_ext.registry import engines as makes
-    from torchrl_ext.rpc.discovery import discover
+    from torchrl_ext.base.registry import engines as makes
+    from torchrl_ext.control.discovery import discover
 
     clients: dict[str, Any] = {}
     paused_since: dict[str, float] = {}
@@ -141,8 +141,8 @@ def looks(
 
 
 def _root(root: str, versions: int) -> dict[str, Any]:
-    from torchrl_ext.stores import open_store
-    from torchrl_ext.versions.roots import Reader
+    from torchrl_ext.data.versions.opening import open_store
+    from torchrl_ext.data.versions.roots import Reader
 
     try:
         reader = Reader(open_store(root), None)
@@ -157,7 +157,7 @@ def _root(root: str, versions: int) -> dict[str, Any]:
 
 
 def _with_lag(engines: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> list[EngineLook]:
-    from torchrl_ext.types import label_number  # which imports torch, unlike a page of help
+    from torchrl_ext.base.types import label_number  # which imports torch, unlike a page of help
 
     served = {one.engine: number for one in engines if (number := label_number(one.version)) is not None}
     published = [root["latest"] for root in roots if "latest" in root]

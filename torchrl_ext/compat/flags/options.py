@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import transports
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.registry import transports
 
 if TYPE_CHECKING:
-    from torchrl_ext.types import EngineInfo
+    from torchrl_ext.base.types import EngineInfo
 
 log = logging.getLogger("torchrl_ext")
 
@@ -107,8 +107,8 @@ class WeightUpdateConfig:
 
     def _refusals(self) -> Iterator[tuple[bool, str, str]]:
         """Yield each rule on combinations: whether the options break it, the reason and the remedy."""
-        from torchrl_ext.codecs.base import encodings
-        from torchrl_ext.rpc.http import normalise_urls
+        from torchrl_ext.control.http import normalise_urls
+        from torchrl_ext.data.deltas.codec import encodings
 
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
         route, place, encoding = self.update_weight_transport, self.update_weight_disk_dir, self.update_weight_encoding

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
-from torchrl_ext.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrl_ext.serving.served import Serving
-    from torchrl_ext.serving.topology import Topology
+    from torchrl_ext.control.serving.served import Serving
+    from torchrl_ext.control.serving.topology import Topology
 
 __all__ = ["make_serving"]
 
@@ -31,8 +31,8 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
             several models.
         EngineError, DeadlineError: an engine or a router does not answer, or does not start.
     """
-    from torchrl_ext.serving.processes import reachable
-    from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
+    from torchrl_ext.control.serving.processes import reachable
+    from torchrl_ext.control.serving.served import ExternalEngines, OwnedEngines
 
     router: dict[str, Any] = {}
     if config.vllm_router_ip is not None:
@@ -46,7 +46,7 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
 
 def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None) -> Topology:
     """Return the plans of the engines that the job starts."""
-    from torchrl_ext.serving.topology import Topology
+    from torchrl_ext.control.serving.topology import Topology
 
     paths = {"vllm": config.vllm_config, "sglang": config.sglang_config}
     named = {make: path for make, path in paths.items() if path is not None}

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Inspect, Join, Message, Prefetch, State, Verify
-from torchrl_ext.routes import merged
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.http import HTTPSession, Keys
-from torchrl_ext.rpc.port import Port, no_adapters, restated
-from torchrl_ext.rpc.router import refuse_router
-from torchrl_ext.rpc.server_info import ServerInfo
-from torchrl_ext.types import EngineInfo, Info, ParamMeta, dtype_name
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.base.messages import Inspect, Join, Message, Prefetch, State, Verify
+from torchrl_ext.base.routes import merged
+from torchrl_ext.base.types import EngineInfo, Info, ParamMeta, dtype_name
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.http import HTTPSession, Keys
+from torchrl_ext.control.makes.server_info import ServerInfo
+from torchrl_ext.control.port import Port, no_adapters, restated
+from torchrl_ext.control.serving.router_client import refuse_router
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +46,7 @@ class HTTPPort(Port):
     Args:
         http: the session for the server's routes.
         timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
-        pause_mode, keep_cache: as for the client function, such as `torchrl_ext.rpc.makes.vllm.vllm_engine`.
+        pause_mode, keep_cache: as for the client function, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
 
     Attributes:
         modes: the engine's pause modes.

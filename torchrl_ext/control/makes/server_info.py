@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchrl_ext.errors import EngineRefusedError, why
-from torchrl_ext.routes import BACKEND
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.types import STOCK, EngineInfo
+from torchrl_ext.base.errors import EngineRefusedError, why
+from torchrl_ext.base.routes import BACKEND
+from torchrl_ext.base.types import STOCK, EngineInfo
+from torchrl_ext.control.http import HTTPSession
 
 __all__ = ["ServerInfo", "read_server_info", "server_info"]
 

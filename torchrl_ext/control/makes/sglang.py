@@ -1,7 +1,7 @@
 """Clients of SGLang servers.
 
 Routes and bodies are SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.23). If the server has our plugin,
-our messages (`torchrl_ext.messages`) travel in the ``action`` field of ``/weights_checker``:
+our messages (`torchrl_ext.base.messages`) travel in the ``action`` field of ``/weights_checker``:
 
 ==========================================  ==================================================================
 ``GET /server_info``                        the server's start-up settings; ``GET /model_info``: the model it serves now
@@ -46,17 +46,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Start
-from torchrl_ext.registry import Make
-from torchrl_ext.routes import CHANNEL, Flush, merged
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.http import HTTPSession, Keys
-from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, is_absent, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags
-from torchrl_ext.rpc.server_info import ServerInfo, server_info
-from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start
+from torchrl_ext.base.registry import Make
+from torchrl_ext.base.routes import CHANNEL, Flush, merged
+from torchrl_ext.base.types import EngineInfo, Info
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.http import HTTPSession, Keys
+from torchrl_ext.control.makes.http import HTTPPort, StockPort, bodies, is_absent, session
+from torchrl_ext.control.makes.server_info import ServerInfo, server_info
+from torchrl_ext.control.port import TAGS, EngineState, Port, named_tags
 
 __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
@@ -449,9 +449,9 @@ def describe_sglang(http: HTTPSession) -> EngineInfo | None:
 SGLANG = Make(
     client=sglang_engine,
     describe=describe_sglang,
-    dialect="torchrl_ext.rollout.dialects:SGLangDialect",
-    server="torchrl_ext.serving.engines.sglang:SGLangSpec",
-    router="torchrl_ext.serving.engines.sglang:SGLangRouterSpec",
+    dialect="torchrl_ext.control.requests.dialects:SGLangDialect",
+    server="torchrl_ext.control.serving.sglang:SGLangSpec",
+    router="torchrl_ext.control.serving.sglang:SGLangRouterSpec",
     routes={
         "": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
         "disk": ("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),

@@ -2,11 +2,11 @@
 
 Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
 `vllm.entrypoints.serve.dev.sleep.api_router`, 0.32). If the server runs our backend, our messages
-(`torchrl_ext.messages`) travel in the bodies:
+(`torchrl_ext.base.messages`) travel in the bodies:
 
 ==========================================  ====================================================================
 ``POST /init_weight_transfer_engine``       ``{"init_info": message}``: messages that load nothing. Answers come in an
-                                            error's text (`torchrl_ext.routes.ANSWERS`); the embedded engine answers
+                                            error's text (`torchrl_ext.base.routes.ANSWERS`); the embedded engine answers
                                             ``{"answer": {...}}``
 ``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, a parameter that vLLM is about to remove
 ``POST /start_weight_update``
@@ -50,11 +50,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Load, Message, Seal, Start, Verify
-from torchrl_ext.registry import Make
-from torchrl_ext.routes import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, RouteAbsent
+from torchrl_ext.base.messages import Finish, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.registry import Make
+from torchrl_ext.base.routes import (
     ANSWERS,
     BACKEND,
     answers_in,
@@ -62,12 +62,12 @@ from torchrl_ext.routes import (
     out_of_step,
     unescaped,
 )
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.http import HTTPSession, Keys
-from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_adapters, restated
-from torchrl_ext.rpc.server_info import ServerInfo, server_info
-from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.base.types import EngineInfo, Info
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.http import HTTPSession, Keys
+from torchrl_ext.control.makes.http import HTTPPort, StockPort, bodies, session
+from torchrl_ext.control.makes.server_info import ServerInfo, server_info
+from torchrl_ext.control.port import TAGS, EngineState, Port, named_tags, no_adapters, restated
 
 __all__ = [
     "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained",
@@ -381,7 +381,7 @@ class StockVLLMPort(StockPort, VLLMPort):
 
 @final
 class EmbeddedPort(VLLMPort):
-    """A `torchrl_ext.embedded` engine in another process; see `VLLMPort`."""
+    """A `torchrl_ext.engines.embedded` engine in another process; see `VLLMPort`."""
 
     kind: ClassVar[str] = "embedded"
 
@@ -433,7 +433,7 @@ def vllm_engine(
 
 
 embedded_engine = partial(vllm_engine, port=EmbeddedPort)
-"""Returns a client of a `torchrl_ext.embedded` engine in another process; see `vllm_engine`."""
+"""Returns a client of a `torchrl_ext.engines.embedded` engine in another process; see `vllm_engine`."""
 
 
 def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
@@ -456,9 +456,9 @@ _ROUTES = (*_UPDATE, "/reset_prefix_cache", "/resume")
 VLLM = Make(
     client=vllm_engine,
     describe=partial(_describe, VLLMPort),
-    dialect="torchrl_ext.rollout.dialects:VLLMDialect",
-    server="torchrl_ext.serving.engines.vllm:VLLMSpec",
-    router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
+    dialect="torchrl_ext.control.requests.dialects:VLLMDialect",
+    server="torchrl_ext.control.serving.vllm:VLLMSpec",
+    router="torchrl_ext.control.serving.vllm:VLLMRouterSpec",
     routes={
         "": _ROUTES,
         "disk": ("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
@@ -468,8 +468,8 @@ VLLM = Make(
 EMBEDDED = Make(
     client=embedded_engine,
     describe=partial(_describe, EmbeddedPort),
-    dialect="torchrl_ext.rollout.dialects:VLLMDialect",
-    server="torchrl_ext.serving.engines.embedded:EmbeddedSpec",
-    router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
+    dialect="torchrl_ext.control.requests.dialects:VLLMDialect",
+    server="torchrl_ext.control.serving.embedded:EmbeddedSpec",
+    router="torchrl_ext.control.serving.vllm:VLLMRouterSpec",
     routes={"": _ROUTES},
 )

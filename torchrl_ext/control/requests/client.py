@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
-from torchrl_ext.rollout.requests import Requests, targets
-from torchrl_ext.rpc.connections import run
-from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.rpc.http import Keys
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.connections import run
+from torchrl_ext.control.discovery import discover
+from torchrl_ext.control.http import Keys
+from torchrl_ext.control.requests.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
+from torchrl_ext.control.requests.requests import Requests, targets
 
 if TYPE_CHECKING:
     from torch import Tensor

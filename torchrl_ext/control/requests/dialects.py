@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
-from torchrl_ext.types import Info
+from torchrl_ext.base.types import Info
+from torchrl_ext.control.requests.generation import Generation, GenerationRequest, VersionSpan
 
 __all__ = ["Dialect", "SGLangDialect", "VLLMDialect"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import label_number
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import label_number
 
 __all__ = [
     "UNKNOWN_VERSION",

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from torchrl_ext.errors import (
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     EngineError,
@@ -19,11 +19,11 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     RouteAbsent,
 )
-from torchrl_ext.registry import engines
-from torchrl_ext.rollout.dialects import Dialect
-from torchrl_ext.rollout.generation import Generation, GenerationRequest
-from torchrl_ext.rpc.connections import begin, each
-from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
+from torchrl_ext.base.registry import engines
+from torchrl_ext.control.connections import begin, each
+from torchrl_ext.control.http import HTTPSession, Keys, normalise_urls
+from torchrl_ext.control.requests.dialects import Dialect
+from torchrl_ext.control.requests.generation import Generation, GenerationRequest
 
 __all__ = ["Requests", "targets"]
 
@@ -42,7 +42,7 @@ def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialec
     """Return the dialect of the engine or router at each base address.
 
     Args:
-        urls: addresses, as `torchrl_ext.rpc.http.normalise_url` takes them.
+        urls: addresses, as `torchrl_ext.control.http.normalise_url` takes them.
         kinds: kind of engine per address, or one for all.
 
     Raises:

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.processes import GuardedProcess
-from torchrl_ext.serving.server import EngineSpec, as_flags, start
-from torchrl_ext.types import API_KEY_VARIABLE
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import API_KEY_VARIABLE
+from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.server import EngineSpec, as_flags, start
 
 __all__ = ["EmbeddedServer", "EmbeddedSpec"]
 
@@ -25,7 +25,7 @@ class EmbeddedSpec(EngineSpec):
     """
 
     name: ClassVar[str] = "embedded"
-    module: ClassVar[str] = "torchrl_ext.embedded"
+    module: ClassVar[str] = "torchrl_ext.engines.embedded"
     key_variable: ClassVar[str | None] = API_KEY_VARIABLE
 
     device: str = "cpu"

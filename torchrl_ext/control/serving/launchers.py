@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import engines
-from torchrl_ext.serving.processes import GuardedProcess
-from torchrl_ext.serving.server import EngineSpec, start
-from torchrl_ext.serving.topology import EnginePlan
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.registry import engines
+from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.server import EngineSpec, start
+from torchrl_ext.control.serving.topology import EnginePlan
 
 __all__ = ["LocalLauncher"]
 

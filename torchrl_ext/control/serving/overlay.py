@@ -28,7 +28,7 @@ def make_overlay(folder: Path) -> Path:
     info = folder / f"{name}-{torchrl_ext.__version__}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {torchrl_ext.__version__}\n")
-    groups = (f"[{group}]\ntorchrl_ext = torchrl_ext.plugins.{target}\n" for group, target in _PLUGINS.items())
+    groups = (f"[{group}]\ntorchrl_ext = torchrl_ext.engines.{target}\n" for group, target in _PLUGINS.items())
     (info / "entry_points.txt").write_text("".join(groups))
     return folder
 

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.serving.guard import descendants
-from torchrl_ext.serving.overlay import make_overlay, on_path
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
+from torchrl_ext.control.http import HTTPSession
+from torchrl_ext.control.serving.guard import descendants
+from torchrl_ext.control.serving.overlay import make_overlay, on_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +47,7 @@ _ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 class GuardedProcess:
     """Runs a program that ends with this process; a context manager.
 
-    The program runs under `torchrl_ext.serving.guard` in its own session: Ctrl-C in a terminal reaches only this
+    The program runs under `torchrl_ext.control.serving.guard` in its own session: Ctrl-C in a terminal reaches only this
     process, and the program ends however this process dies.
 
     Args:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torchrl_ext.registry import engines
-from torchrl_ext.serving.processes import GuardedProcess, free_port
-from torchrl_ext.serving.server import ServerSpec, as_flags, start
-from torchrl_ext.serving.topology import check_pools
+from torchrl_ext.base.registry import engines
+from torchrl_ext.control.serving.processes import GuardedProcess, free_port
+from torchrl_ext.control.serving.server import ServerSpec, as_flags, start
+from torchrl_ext.control.serving.topology import check_pools
 
 __all__ = ["RouterProcess", "RouterSpec"]
 
@@ -19,7 +19,7 @@ class RouterSpec(ServerSpec):
     """The settings and the command line of a router; see `ServerSpec` for the common ones.
 
     The circuit breaker is off: an engine that is paused for new weights is slow, not broken. The router leaves out an
-    engine whose health route failed three times, ten seconds apart; `torchrl_ext.serving.routing`, which knows the
+    engine whose health route failed three times, ten seconds apart; `torchrl_ext.control.serving.routing`, which knows the
     engines' weights, decides which other engines are in service.
 
     Attributes:

@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError
+from torchrl_ext.control.http import Answer, HTTPSession, normalise_url
 
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
 

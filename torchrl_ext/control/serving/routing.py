@@ -9,16 +9,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError
-from torchrl_ext.registry import engines as kinds
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rpc.discovery import connect, discover
-from torchrl_ext.rpc.http import normalise_url
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.rpc.router import RouterClient, engine_key
-from torchrl_ext.serving.processes import GuardedProcess
-from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, UpdateError
+from torchrl_ext.base.registry import engines as kinds
+from torchrl_ext.base.types import EngineInfo, EngineRow, SyncReport
+from torchrl_ext.control.discovery import connect, discover
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.http import normalise_url
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.router_client import RouterClient, engine_key
 
 __all__ = ["Routing"]
 

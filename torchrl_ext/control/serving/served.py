@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.serving.launchers import LocalLauncher
-from torchrl_ext.serving.processes import GuardedProcess
-from torchrl_ext.serving.routing import Routing
-from torchrl_ext.serving.topology import EnginePlan, ModelPlan, Topology
-from torchrl_ext.types import EngineInfo
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import EngineInfo
+from torchrl_ext.control.discovery import discover
+from torchrl_ext.control.serving.launchers import LocalLauncher
+from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.routing import Routing
+from torchrl_ext.control.serving.topology import EnginePlan, ModelPlan, Topology
 
 __all__ = ["ExternalEngines", "OwnedEngines", "Serving"]
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.processes import GuardedProcess, reachable, usable_port
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.serving.processes import GuardedProcess, reachable, usable_port
 
 __all__ = ["CPU_PLUGIN", "EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.processes import GuardedProcess, free_port
-from torchrl_ext.serving.router import RouterSpec
-from torchrl_ext.serving.server import StockSpec, as_flags, start
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.serving.processes import GuardedProcess, free_port
+from torchrl_ext.control.serving.router import RouterSpec
+from torchrl_ext.control.serving.server import StockSpec, as_flags, start
 
 __all__ = ["SGLangRouterSpec", "SGLangServer", "SGLangSpec"]
 

@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import engines
-from torchrl_ext.types import described
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.registry import engines
+from torchrl_ext.base.types import described
 
 __all__ = ["EnginePlan", "ModelPlan", "Topology", "check_pools"]
 

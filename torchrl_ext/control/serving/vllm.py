@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.routes import BACKEND
-from torchrl_ext.serving.processes import GuardedProcess
-from torchrl_ext.serving.router import RouterSpec
-from torchrl_ext.serving.server import StockSpec, as_flags, start
+from torchrl_ext.base.routes import BACKEND
+from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.router import RouterSpec
+from torchrl_ext.control.serving.server import StockSpec, as_flags, start
 
 __all__ = ["VLLMRouterSpec", "VLLMServer", "VLLMSpec"]
 

@@ -1,10 +1,10 @@
-"""Compiled loops of `torchrl_ext.codecs.blocks` and `torchrl_ext.codecs.contexts`; importing this imports numba."""
+"""Compiled loops of `torchrl_ext.data.deltas.blocks` and `torchrl_ext.data.deltas.contexts`; importing this imports numba."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.kernels.jit import bit_length, changed64, count_ones, count_trailing_zeros, njit
+from torchrl_ext.data.deltas.jit import bit_length, changed64, count_ones, count_trailing_zeros, njit
 
 __all__ = ["compare", "count_contexts", "list_mask", "set_mask", "sort_changes", "unsort_changes"]
 

@@ -1,7 +1,7 @@
 """The kinds of blocks of a delta: how what changed in a range of a stream becomes bytes, and those a change again.
 
-    ulp      joint tokens of gaps and steps (`torchrl_ext.codecs.tokens`): near the entropy, a few ns for each change
-    context  tokens sorted by the exponent of the base (`torchrl_ext.codecs.contexts`): a third less, for readers of it
+    ulp      joint tokens of gaps and steps (`torchrl_ext.data.deltas.tokens`): near the entropy, a few ns for each change
+    context  tokens sorted by the exponent of the base (`torchrl_ext.data.deltas.contexts`): a third less, for readers of it
     bitmap   uint64 words, a bit for each unit, then the new bits of those that changed: at the speed of memory
 
 Numbers are little-endian. Nobody checks a block for bits that flipped: its checksum is the manifest's.
@@ -16,14 +16,14 @@ from typing import ClassVar, Final, final
 
 import numpy as np
 
-from torchrl_ext.codecs import contexts, tokens
-from torchrl_ext.codecs.streams import Found, StreamPatch
-from torchrl_ext.codecs.tokens import Buffer, damaged
-from torchrl_ext.codecs.units import Unit, unit_of
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.stores.delta_manifest import BLOCKS
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import Info
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.deltas import contexts, tokens
+from torchrl_ext.data.deltas.streams import Found, StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.tokens import Buffer, damaged
+from torchrl_ext.data.deltas.units import Unit, unit_of
+from torchrl_ext.data.versions.delta_manifest import BLOCKS
 
 __all__ = ["BITMAP", "CONTEXT", "KINDS", "ULP", "BlockCodec", "BlockEncoding", "Decoded"]
 
@@ -34,7 +34,7 @@ Decoded = tuple[np.ndarray, np.ndarray]
 @final
 @dataclass(frozen=True)
 class BlockCodec:
-    """One kind of block. Bit-exact for every dtype that `torchrl_ext.codecs.units.unit_of` accepts.
+    """One kind of block. Bit-exact for every dtype that `torchrl_ext.data.deltas.units.unit_of` accepts.
 
     Attributes:
         name: in manifests.
@@ -98,7 +98,7 @@ def _read_context(data: memoryview, unit: Unit, size: int, name: str, old: np.nd
 
 
 def _write_bitmap(unit: Unit, found: Found) -> bytes:
-    from torchrl_ext.codecs.block_loops import compare, set_mask
+    from torchrl_ext.data.deltas.block_loops import compare, set_mask
 
     mask = np.zeros(-(-found.size // 64), np.uint64)
     if 16 * found.positions.size > found.size and sum(new.size for _, new in found.news) == found.size:
@@ -110,7 +110,7 @@ def _write_bitmap(unit: Unit, found: Found) -> bytes:
 
 
 def _read_bitmap(data: memoryview, unit: Unit, size: int, name: str, old: np.ndarray | None) -> Decoded:
-    from torchrl_ext.codecs.block_loops import list_mask
+    from torchrl_ext.data.deltas.block_loops import list_mask
 
     end = -(-size // 64) * 8
     changed, rest = divmod(len(data) - end, unit.width)
@@ -147,7 +147,7 @@ class BlockEncoding:
         return self.name == CONTEXT.name
 
     def to_json(self) -> Info:
-        """Return ``{"name": ...}``, from which `torchrl_ext.codecs.base.codec_from_json` makes it again."""
+        """Return ``{"name": ...}``, from which `torchrl_ext.data.deltas.codec.codec_from_json` makes it again."""
         return {"name": self.name}
 
     def encode(self, unit: Unit, found: Found) -> tuple[str, bytes]:
@@ -163,7 +163,7 @@ ulp, context, bitmap, auto = (partial(BlockEncoding, name) for name in (*KINDS, 
 
 
 def _steps(unit: Unit, found: Found) -> np.ndarray:
-    from torchrl_ext.codecs.token_loops import steps_between
+    from torchrl_ext.data.deltas.token_loops import steps_between
 
     steps = np.empty_like(found.before)
     steps_between(found.before, found.after, unit.top, unit.mask, unit.ordered, steps)

@@ -1,13 +1,13 @@
-"""Encodings of deltas by name: those of blocks (`torchrl_ext.codecs.blocks.BlockEncoding`), and those of whole
-parameters in files of another layout (`torchrl_ext.versions.containers.FileEncoding`)."""
+"""Encodings of deltas by name: those of blocks (`torchrl_ext.data.deltas.blocks.BlockEncoding`), and those of whole
+parameters in files of another layout (`torchrl_ext.data.versions.containers.FileEncoding`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.registry import encodings
-from torchrl_ext.types import Info
+from torchrl_ext.base.errors import ConfigError, ManifestError
+from torchrl_ext.base.registry import encodings
+from torchrl_ext.base.types import Info
 
 __all__ = ["codec_from_json", "encodings", "make_codec"]
 

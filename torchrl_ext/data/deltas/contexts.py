@@ -2,7 +2,7 @@
 
 A unit changes when its step exceeds half a unit in its last place, so the exponent of its old bits, its *context*,
 predicts whether and how far. Neighbouring contexts that change alike form a group, and the units of a group, in their
-order, are a stream with a block of tokens of its own (`torchrl_ext.codecs.tokens`). A reader repeats the writer's walk
+order, are a stream with a block of tokens of its own (`torchrl_ext.data.deltas.tokens`). A reader repeats the writer's walk
 over its own copy of the base. A block:
 
     byte     the number of groups, less 1
@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from torchrl_ext.codecs import tokens
-from torchrl_ext.codecs.tokens import Buffer, damaged, read_varint, varints
-from torchrl_ext.codecs.units import Unit
+from torchrl_ext.data.deltas import tokens
+from torchrl_ext.data.deltas.tokens import Buffer, damaged, read_varint, varints
+from torchrl_ext.data.deltas.units import Unit
 
 __all__ = ["decode", "encode"]
 
@@ -35,7 +35,7 @@ def encode(unit: Unit, positions: np.ndarray, steps: np.ndarray, old: np.ndarray
         steps: unsigned, shape (k,), not 0.
         old: unsigned, shape (n,): the block before the change, of less than 2^31 units.
     """
-    from torchrl_ext.codecs.block_loops import count_contexts, sort_changes
+    from torchrl_ext.data.deltas.block_loops import count_contexts, sort_changes
 
     if not positions.size:
         return b""
@@ -66,7 +66,7 @@ def decode(data: Buffer, unit: Unit, old: np.ndarray, name: str = "a block") -> 
     Raises:
         IntegrityError: the bytes are not a block of changes of this base.
     """
-    from torchrl_ext.codecs.block_loops import unsort_changes
+    from torchrl_ext.data.deltas.block_loops import unsort_changes
 
     view, nothing = memoryview(data), np.empty(0, np.int32)
     if not len(view):

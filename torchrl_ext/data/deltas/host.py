@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import UNSIGNED, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
+from torchrl_ext.data.deltas.kernels import UNSIGNED, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
 
 __all__ = ["HostKernels"]
 
@@ -21,7 +21,7 @@ class HostKernels(Kernels):
     on_host: ClassVar[bool] = True
 
     def words(self, piece: Piece) -> Words:
-        from torchrl_ext.kernels.host_loops import digest_piece
+        from torchrl_ext.data.deltas.host_loops import digest_piece
 
         bits, total = piece.memory.numpy(), np.zeros(2, np.uint64)
         if bits.size:
@@ -31,7 +31,7 @@ class HostKernels(Kernels):
         return int(total[0]), int(total[1])
 
     def words_of(self, pieces: Sequence[Piece]) -> list[Words]:
-        from torchrl_ext.kernels.host_loops import digest_runs
+        from torchrl_ext.data.deltas.host_loops import digest_runs
 
         straight = [piece for piece in pieces if piece.straight]
         words = np.zeros((len(straight), 2), np.uint64)
@@ -45,7 +45,7 @@ class HostKernels(Kernels):
         return [next(found) if piece.straight else self.words(piece) for piece in pieces]
 
     def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        from torchrl_ext.kernels.host_loops import land, write
+        from torchrl_ext.data.deltas.host_loops import land, write
 
         target, where, total = piece.memory.numpy(), positions.numpy(), np.zeros(2, np.uint64)
         unit, dims = UNSIGNED[target.itemsize], np.array(piece.dims, np.int64).reshape(-1, 3)
@@ -63,20 +63,20 @@ class HostKernels(Kernels):
         return Landed(offsets=torch.from_numpy(offsets), values=listed, words=words)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        from torchrl_ext.kernels.host_loops import write
+        from torchrl_ext.data.deltas.host_loops import write
 
         run = np.array([target.data_ptr()]), np.array([offsets.numel()])
         write(*run, offsets.numpy(), unsigned(values), np.empty(1, np.int64))
 
     def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        from torchrl_ext.kernels.host_loops import sums
+        from torchrl_ext.data.deltas.host_loops import sums
 
         found = torch.empty_like(ends)
         sums(ends.numpy(), offsets.numpy(), unsigned(values), found.numpy())
         return found
 
     def write(self, writes: Writes) -> Tensor:
-        from torchrl_ext.kernels.host_loops import write
+        from torchrl_ext.data.deltas.host_loops import write
 
         found, (addresses, ends, offsets) = torch.empty_like(writes.ends), writes[1:4]
         write(addresses.numpy(), ends.numpy(), offsets.numpy(), unsigned(writes.values), found.numpy())

@@ -1,12 +1,11 @@
-"""Compiled loops of `torchrl_ext.kernels.host`; importing this imports numba."""
+"""Compiled loops of `torchrl_ext.data.deltas.host`; importing this imports numba."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import carray
 
-from torchrl_ext.kernels.base import ROW, SEED
-from torchrl_ext.kernels.jit import (
+from torchrl_ext.data.deltas.jit import (
     GOLDEN,
     changed64,
     count_ones,
@@ -17,6 +16,7 @@ from torchrl_ext.kernels.jit import (
     pointer,
     unline,
 )
+from torchrl_ext.data.deltas.kernels import ROW, SEED
 
 __all__ = [
     "digest_piece",
@@ -219,7 +219,7 @@ def scan(old, new, base, firsts, keys, positions, before, after, words):
         old, new: one unsigned dtype, shape (n,).
         base: position of element 0, in the coordinates of ``firsts``.
         firsts: int64 shape (k + 1,): where each segment begins, and the last one ends.
-        keys: `torchrl_ext.kernels.base.linear_keys`.
+        keys: `torchrl_ext.data.deltas.kernels.linear_keys`.
         positions: int32 or int64, before, after: as ``old``; at least ``n`` + 64 long. Lists to fill; positions count
             like ``firsts``.
         words: uint64 shape (k, 2).
@@ -255,7 +255,7 @@ def _weighed(place, bits):
 
 @njit
 def sums(ends, offsets, values, totals):
-    """Set ``totals``, int64 shape (s,), to `torchrl_ext.kernels.base.Kernels.sums`; values are unsigned."""
+    """Set ``totals``, int64 shape (s,), to `torchrl_ext.data.deltas.kernels.Kernels.sums`; values are unsigned."""
     at = 0
     for run in range(ends.size):
         total = np.uint64(0)
@@ -339,7 +339,7 @@ def land(target, dims, offset, positions, payload, straight, same, steps, ordere
 
     Args:
         target: unsigned, shape (m,): the memory of the piece.
-        dims: int64 shape (d, 3), offset, straight: as in `torchrl_ext.kernels.base.Piece`.
+        dims: int64 shape (d, 3), offset, straight: as in `torchrl_ext.data.deltas.kernels.Piece`.
         positions, payload: shape (k,): where, and new bits, or (with ``steps``) steps; ``ordered`` says on which line.
         same: ``offsets`` are ``positions``.
         offsets, values: shape (k,), filled as far as changes lie in the piece.
@@ -448,8 +448,8 @@ def digest_piece(memory, dims, offset, keys, digest):
 
     Args:
         memory: unsigned, shape (m,).
-        dims, offset: ``by_memory``, int64 shape (d, 3), and ``offset`` of `torchrl_ext.kernels.base.Piece`.
-        keys: `torchrl_ext.kernels.base.linear_keys`.
+        dims, offset: ``by_memory``, int64 shape (d, 3), and ``offset`` of `torchrl_ext.data.deltas.kernels.Piece`.
+        keys: `torchrl_ext.data.deltas.kernels.linear_keys`.
         digest: uint64 shape (2,).
     """
     last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1
@@ -478,7 +478,7 @@ def digest_runs(addresses, positions, sizes, like, keys, words):
         addresses, positions, sizes: int64 shape (k,): where each run lies in memory, its first element in the tensor,
             and how many elements it has.
         like: an array of the unsigned dtype of the elements.
-        keys: `torchrl_ext.kernels.base.linear_keys`.
+        keys: `torchrl_ext.data.deltas.kernels.linear_keys`.
         words: uint64 shape (k, 2).
     """
     for k in range(addresses.size):

@@ -3,7 +3,7 @@
 Importing this module imports numba (about half a second); whoever needs a compiled loop imports it when the loop is
 first called. Compiled code is kept beside the source where that is writable (``__pycache__``), else in the user's
 cache directory, or in ``NUMBA_CACHE_DIR`` where that is set; where nothing is writable it is compiled once per process.
-`torchrl_ext.versions.compiled` compiles everything when ends connect.
+`torchrl_ext.data.versions.compiled` compiles everything when ends connect.
 
 numba asks only the file of the *outermost* function whether kept code is stale, and keeps what one version of itself
 compiled: another version that shares the directory throws that away. So the name that it keeps a loop under carries a
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 try:
     import llvmlite

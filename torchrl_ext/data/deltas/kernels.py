@@ -2,7 +2,7 @@
 
 An implementation lands changes and keeps digests. Tensors come as *bits*: integers of their elements' width (uint8,
 int16, int32, int64), so that NaN payloads and -0.0 count. All implementations return the same, bit for bit;
-`tests/kernels` runs one suite over them.
+`tests/data/deltas/test_kernels.py` runs one suite over them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 __all__ = [
     "BITS",
@@ -46,7 +46,7 @@ _INNERMOST = 16
 0.18 against 6.5 at 4096, but 6.4 against 1.0 at 2 (AMD EPYC with AVX-512, bf16, one thread)."""
 
 Words = tuple[int, int]
-"""What elements add to a digest: two words, each modulo 2^64 (`torchrl_ext.weights.digests` has the formulas)."""
+"""What elements add to a digest: two words, each modulo 2^64 (`torchrl_ext.data.weights.digests` has the formulas)."""
 
 SEED: Final = int.from_bytes(b"linear64", "little")
 """Where the keys of digests begin."""
@@ -269,9 +269,9 @@ class Kernels(ABC):
 def kernels_on(device: torch.device) -> Kernels:
     """Return the kernels for tensors on ``device``: numba's loops on the host, else torch's operators."""
     if device.type == "cpu":
-        from torchrl_ext.kernels.host import HostKernels
+        from torchrl_ext.data.deltas.host import HostKernels
 
         return HostKernels()
-    from torchrl_ext.kernels.torch_ops import TorchKernels
+    from torchrl_ext.data.deltas.torch_ops import TorchKernels
 
     return TorchKernels()

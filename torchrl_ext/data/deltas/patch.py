@@ -8,9 +8,9 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.units import unit_of, units
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.units import unit_of, units
 
 __all__ = ["Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "index_dtype", "same"]
 
@@ -78,7 +78,7 @@ class StepPatch(_Places):
         Args:
             old: unsigned, of the unit's width, shape (k,).
         """
-        from torchrl_ext.kernels.host_loops import move
+        from torchrl_ext.data.deltas.host_loops import move
 
         unit, values = unit_of(self.meta.dtype), np.empty_like(self.values)
         move(np.ascontiguousarray(old), self.values, unit.top, unit.mask, unit.ordered, values)

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import SparsePatch, diff
-from torchrl_ext.devices import recorded, settle, wait_for
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.devices import recorded, settle, wait_for
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.patch import SparsePatch, diff
 
 __all__ = ["decode_tensors", "differences", "worker_threads"]
 

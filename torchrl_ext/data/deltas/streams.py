@@ -1,4 +1,4 @@
-"""What changed in a model, stream by stream (`torchrl_ext.stores.table`): found on the trainer, landed by a reader.
+"""What changed in a model, stream by stream (`torchrl_ext.data.deltas.table`): found on the trainer, landed by a reader.
 
 Tensors come in the order of a source. Small neighbours are copied into one run, large ones are scanned where they lie,
 and a block of a stream is a task of its own: so a change costs what its bytes cost, however many tensors it is in.
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
-from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.devices import Recorded, recorded, wait_for
-from torchrl_ext.kernels.base import BITS, UNSIGNED, flat_bits, kernels_on, linear_keys, unsigned
-from torchrl_ext.stores.table import ParamTable, Stream
+from torchrl_ext.base.devices import Recorded, recorded, wait_for
+from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, kernels_on, linear_keys, unsigned
+from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
+from torchrl_ext.data.deltas.table import ParamTable, Stream
+from torchrl_ext.data.deltas.units import unit_of
 
 __all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "find", "fold"]
 
@@ -200,7 +200,7 @@ def _done(
 
 def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
     """Return what changed in a block."""
-    from torchrl_ext.kernels.host_loops import digest_segments, scan
+    from torchrl_ext.data.deltas.host_loops import digest_segments, scan
 
     segments = stream.within(block.start, block.start + block.size)
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
@@ -269,7 +269,7 @@ class StreamPatch:
 
     def apply(self, units: np.ndarray) -> None:
         """Write the patch into the units of its range: unsigned, shape (size,)."""
-        from torchrl_ext.kernels.host_loops import move
+        from torchrl_ext.data.deltas.host_loops import move
 
         values = self.values
         if self.steps:
@@ -301,7 +301,7 @@ def fold(patches: Iterable[StreamPatch]) -> list[StreamPatch]:
 
     New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
     """
-    from torchrl_ext.kernels.host_loops import move
+    from torchrl_ext.data.deltas.host_loops import move
 
     bits: StreamPatch | None = None
     steps: StreamPatch | None = None

@@ -16,8 +16,8 @@ from typing import final
 import numpy as np
 import torch
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
 
 __all__ = ["PARAMETERS", "ParamTable", "Stream", "unit_bytes"]
 

@@ -1,10 +1,10 @@
-"""Compiled loops of `torchrl_ext.codecs.tokens`; importing this imports numba."""
+"""Compiled loops of `torchrl_ext.data.deltas.tokens`; importing this imports numba."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.kernels.jit import bit_length, helper, line, njit
+from torchrl_ext.data.deltas.jit import bit_length, helper, line, njit
 
 __all__ = ["ESCAPE", "raw_bits", "steps_between", "tokenise", "unpack"]
 

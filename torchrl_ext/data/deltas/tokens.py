@@ -37,7 +37,7 @@ from typing import Final
 import numpy as np
 import zstandard
 
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.base.errors import IntegrityError
 
 __all__ = ["Buffer", "damaged", "decode", "encode", "read_varint", "unpack_frame", "varints"]
 
@@ -63,7 +63,7 @@ def encode(positions: np.ndarray, steps: np.ndarray, nbits: int) -> bytes:
     Returns:
         The block, of at most about the bytes of all units from the first to the last position; empty without changes.
     """
-    from torchrl_ext.codecs.token_loops import tokenise
+    from torchrl_ext.data.deltas.token_loops import tokenise
 
     count = positions.size
     if not count:
@@ -109,7 +109,7 @@ def decode(data: Buffer, count: int, span: int, nbits: int, name: str = "a block
     Raises:
         IntegrityError: the bytes are not a block of this stream.
     """
-    from torchrl_ext.codecs.token_loops import raw_bits, unpack
+    from torchrl_ext.data.deltas.token_loops import raw_bits, unpack
 
     index, unit, view = np.dtype(np.int32 if span < 2**31 else np.int64), np.dtype(f"<u{nbits // 8}"), memoryview(data)
     if not len(view):

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import ROW, SEED, Kernels, Landed, Piece, Words, Writes, linear_keys
+from torchrl_ext.data.deltas.kernels import ROW, SEED, Kernels, Landed, Piece, Words, Writes, linear_keys
 
 __all__ = ["TorchKernels"]
 
@@ -23,7 +23,7 @@ def _signed(constant: int) -> int:
 
 _GOLDEN, _M1, _M2, _M3 = map(
     _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-)  # as in `torchrl_ext.kernels.host_loops`
+)  # as in `torchrl_ext.data.deltas.host_loops`
 
 
 def _down(words: Tensor, count: int) -> Tensor:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.base import BITS, flat_bits, unsigned
-from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import ParamMeta, dtype_name
+from torchrl_ext.data.deltas.kernels import BITS, flat_bits, unsigned
 
 __all__ = ["Unit", "unit_of", "units"]
 

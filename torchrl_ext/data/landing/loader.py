@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.codecs.streams import StreamPatch
-from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.digests import position_digest, tensor_digest
-from torchrl_ext.weights.hf_names import Spelling, groups_of
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.shared import Place, differing, refuse_digests, two_values
-from torchrl_ext.weights.source import (
+from torchrl_ext.base.errors import ConfigError, ManifestError, NotConnectedError
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.digests import position_digest, tensor_digest
+from torchrl_ext.data.weights.hf_names import Spelling, groups_of
+from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
+from torchrl_ext.data.weights.source import (
     MappingSource,
     ModuleSource,
     full,
@@ -31,7 +31,7 @@ from torchrl_ext.weights.source import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_ext.landing.patcher import Patcher
+    from torchrl_ext.data.landing.patcher import Patcher
 
 __all__ = ["Changes", "Patchable", "Rehearsable", "Sliceable", "TensorsLoader", "WeightLoader", "as_loader"]
 
@@ -65,7 +65,7 @@ class WeightLoader(ABC):
     """
 
     shared: Sequence[Sequence[Place]] = ()
-    """Of the checked parameters, those that land in one memory of the model (`torchrl_ext.weights.shared`)."""
+    """Of the checked parameters, those that land in one memory of the model (`torchrl_ext.data.weights.shared`)."""
 
     @property
     def idle(self) -> bool:
@@ -118,7 +118,7 @@ class WeightLoader(ABC):
         """Return the level of proof of an update whose `digests` agree.
 
         ``"sent"``: the model's loader received the trainer's bytes; ``"in place"``: they were read back from the
-        tensors that the model computes with; ``"rehearsed"``: `torchrl_ext.proof.rehearsal`.
+        tensors that the model computes with; ``"rehearsed"``: `torchrl_ext.engines.rehearsal`.
         """
         return "sent"
 
@@ -143,7 +143,7 @@ class Sliceable(ABC):
     def slices(self) -> Mapping[str, tuple[Block, ...]]:
         """Return the blocks of each checked parameter that this model holds, by name; an empty list if it holds none.
 
-        A parameter that is not listed is needed whole. `load` receives a `torchrl_ext.landing.sliced.Sliced` for each
+        A parameter that is not listed is needed whole. `load` receives a `torchrl_ext.data.landing.sliced.Sliced` for each
         parameter that is listed with blocks, and `targets` may return some.
         """
 
@@ -232,7 +232,7 @@ class Rehearsable(ABC):
 class TensorsLoader(WeightLoader, Patchable):
     """Loads into named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
-    A `transformers` module accepts the names of its checkpoint as well as its own (`torchrl_ext.weights.hf_names`); a
+    A `transformers` module accepts the names of its checkpoint as well as its own (`torchrl_ext.data.weights.hf_names`); a
     part of a stacked tensor is written in place. Digests have the names of the last checked update, and before the
     first update the names of the checkpoint.
 
@@ -317,7 +317,7 @@ class TensorsLoader(WeightLoader, Patchable):
         return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Changes) -> None:
-        from torchrl_ext.landing.patcher import compare
+        from torchrl_ext.data.landing.patcher import compare
 
         refuse_digests(self.shared, changes.digests)
         found = self._patches().stage(changes)
@@ -350,7 +350,7 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def _patches(self) -> Patcher:
         """Return a patcher of the parameters, looked up anew since training code may have replaced them."""
-        from torchrl_ext.landing.patcher import Patcher, identity
+        from torchrl_ext.data.landing.patcher import Patcher, identity
 
         spelled, sent = self._spelled(), self._sent
         self._live = _addresses(self._own())

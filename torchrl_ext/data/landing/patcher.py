@@ -1,7 +1,7 @@
 """Landing sparse changes in place: translated and compared with digests before the pause, written inside it.
 
 A model's loader copies each checkpoint tensor into its runtime parameters piece by piece. Once those copies are known
-(`torchrl_ext.landing.placement`), a changed element's checkpoint position says which runtime element to write. So an
+(`torchrl_ext.data.landing.placement`), a changed element's checkpoint position says which runtime element to write. So an
 update costs what changed, and not what the model weighs, whatever the sharding and fusing.
 """
 
@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
-from torchrl_ext.codecs.streams import StreamPatch
-from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import BITS, Kernels, Piece, Words, Writes, kernels_on, linear_keys
-from torchrl_ext.stores.table import ParamTable, Stream, unit_bytes
-from torchrl_ext.weights.digests import PositionDigest
-from torchrl_ext.weights.view import View
+from torchrl_ext.base.errors import IntegrityError, NotConnectedError
+from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, kernels_on, linear_keys
+from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, Stream, unit_bytes
+from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.weights.digests import PositionDigest
+from torchrl_ext.data.weights.view import View
 
 if TYPE_CHECKING:
-    from torchrl_ext.landing.loader import Changes
-    from torchrl_ext.types import ParamMeta
+    from torchrl_ext.base.types import ParamMeta
+    from torchrl_ext.data.landing.loader import Changes
 
 __all__ = ["READ_BACK_VERSIONS", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
 
@@ -253,7 +253,7 @@ class Patcher:
 
     def _land(self, every: StreamPatch, lists: _Lists, staged: dict[str, PositionDigest]) -> Iterator[_Patch]:
         """Translate what changes in segments that lie straight in memory, and yield the changes of all others."""
-        from torchrl_ext.kernels.host_loops import land_segments
+        from torchrl_ext.data.deltas.host_loops import land_segments
 
         plan = self._plan(every.table, every.stream)
         stream = every.table.streams[every.stream]

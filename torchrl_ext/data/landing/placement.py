@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.kernels.base import Piece
-from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.view import View, has_each_once
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta, dtype_name
+from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.weights.view import View, has_each_once
 
 __all__ = ["Landing", "Placement", "record"]
 

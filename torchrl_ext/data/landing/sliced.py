@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.view import Block, View
+from torchrl_ext.base.errors import ConfigError, IntegrityError
+from torchrl_ext.base.types import ParamMeta, dtype_name
+from torchrl_ext.data.weights.view import Block, View
 
 __all__ = ["Sliced", "memory_of", "part_of"]
 

@@ -4,8 +4,8 @@ import sys
 import types
 from collections.abc import Mapping
 
-from torchrl_ext import registry
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.base import registry
+from torchrl_ext.data.transports.base import Transport
 
 __all__ = ["Transport"]
 

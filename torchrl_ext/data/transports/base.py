@@ -1,7 +1,7 @@
 """The contract of the data layer. A transport moves bytes; it knows nothing of engines, HTTP, pauses or caches.
 
 Its two ends are two classes: `Transport` is the trainer's, `WorkerEnd` a worker's. A control layer, or a
-`torchrl_ext.transports.standalone.Mailbox`, carries the trainer's messages (`Handoff.info`) to the workers.
+`torchrl_ext.data.transports.standalone.Mailbox`, carries the trainer's messages (`Handoff.info`) to the workers.
 
 To add a transport, implement the abstract methods of both (or of `StandaloneTransport`, which also works without a
 control layer), name the class in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline, one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError
-from torchrl_ext.landing.loader import Changes
-from torchrl_ext.reports import Spans
-from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.deadline import Deadline, one_at_a_time
+from torchrl_ext.base.errors import ConcurrentUpdateError
+from torchrl_ext.base.reports import Spans
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.landing.loader import Changes
+from torchrl_ext.data.transports.ranks import Steps, TrainerRanks, numbered
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +47,7 @@ class Update:
     """One version as a trainer sends it.
 
     Attributes:
-        source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.types.Part`) names the version
+        source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.base.types.Part`) names the version
             that has the others; for a transport whose `Transport.compares` is true, it yields all, and ``part`` names
             those that may differ.
         version: its number.
@@ -98,7 +98,7 @@ class Handoff:
         transfer: moves the bytes during the engines' load; does nothing for files.
         served: called when the version is in service, with the oldest version that an engine may still read (None if no
             control layer knows it). Older versions may be removed.
-        digest: digest over those of all tensors (`torchrl_ext.weights.digests.digest_of`), if they travel with the
+        digest: digest over those of all tensors (`torchrl_ext.data.weights.digests.digest_of`), if they travel with the
             version (`Transport.carries_digests`) and this end knows them; workers repeat it.
         stats: filled in by `Transport.prepare` and by the steps.
     """
@@ -153,7 +153,7 @@ class Transport(ABC):
     """Workers compare what arrives with digests that travel with the weights, so the sender sends none. A worker of an
     engine then compares what its model holds with what arrived; nothing that a transport says stands for that."""
     slices: ClassVar[bool] = False
-    """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
+    """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.data.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
     """An update of some tensors is possible (``only=``)."""
     compares: ClassVar[bool] = False
@@ -219,7 +219,7 @@ class WorkerEnd(ABC):
 
         Args:
             version: the version to reach.
-            held: returns the digests of the model's tensors (`torchrl_ext.weights.digests`); None if the model may hold
+            held: returns the digests of the model's tensors (`torchrl_ext.data.weights.digests`); None if the model may hold
                 parts of several versions, so that no change can build on it.
             within: deadline of each wait.
 

@@ -15,8 +15,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from torchrl_ext.transports.copies import HOST, BufferPool, as_bytes, copy_each, copy_memory, is_plain, plain
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.copies import HOST, BufferPool, as_bytes, copy_each, copy_memory, is_plain, plain
 
 __all__ = ["Bucket", "Lander", "Packer", "Span", "layout"]
 
@@ -125,7 +125,7 @@ class Packer:
 
     Args:
         params: what the stream yields.
-        stream: a checked pass over the source (`torchrl_ext.weights.source.checked`).
+        stream: a checked pass over the source (`torchrl_ext.data.weights.source.checked`).
     """
 
     def __init__(self, params: Sequence[ParamMeta], stream: Iterator[tuple[ParamMeta, Tensor]]) -> None:

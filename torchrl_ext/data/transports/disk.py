@@ -13,15 +13,17 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import StoreError
-from torchrl_ext.stores import Chain, LocalStore, version_name
-from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
-from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import StoreError
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+from torchrl_ext.data.versions.folders import version_name
+from torchrl_ext.data.versions.local import LocalStore
 
 __all__ = ["DiskTransport"]
 

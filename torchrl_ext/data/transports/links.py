@@ -22,9 +22,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
-from torchrl_ext.types import Info
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.base.types import Info
 
 __all__ = [
     "Link", "LocalListener", "close_in_children", "connect_locally", "new_address", "ranks_text", "serve",

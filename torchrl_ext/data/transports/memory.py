@@ -9,13 +9,13 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.devices import settle
-from torchrl_ext.errors import IntegrityError, TransportError
-from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta, Wire
-from torchrl_ext.weights.source import checked
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.devices import settle
+from torchrl_ext.base.errors import IntegrityError, TransportError
+from torchrl_ext.base.types import Info, ParamMeta, Wire
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.weights.source import checked
 
 __all__ = ["MemoryTransport"]
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 import msgspec
 import torch
 
-from torchrl_ext import errors
-from torchrl_ext.deadline import Deadline, one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.types import Info, described
-from torchrl_ext.weights.shards.sharing import Ranks
+from torchrl_ext.base import errors
+from torchrl_ext.base.deadline import Deadline, one_at_a_time
+from torchrl_ext.base.errors import ConcurrentUpdateError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.base.types import Info, described
+from torchrl_ext.data.weights.sharing import Ranks
 
 __all__ = ["Group", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 

@@ -7,11 +7,11 @@ import socket
 import uuid
 from contextlib import suppress
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, StaleBaseError, StoreError
-from torchrl_ext.stores import Store
-from torchrl_ext.stores.local import TEMPORARY
-from torchrl_ext.types import Info, Wire
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError, StaleBaseError, StoreError
+from torchrl_ext.base.types import Info, Wire
+from torchrl_ext.data.versions.local import TEMPORARY
+from torchrl_ext.data.versions.store import Store
 
 __all__ = ["VISIBLE_S", "Invitation", "SharedRoot"]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.source import as_source, inner_model
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.landing.loader import as_loader
+from torchrl_ext.data.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
+from torchrl_ext.data.weights.source import as_source, inner_model
 
 __all__ = ["Mailbox", "StandaloneTransport"]
 

@@ -22,11 +22,11 @@ from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
-from torchrl_ext.stores.versions import Held, Version, read_version, version_name, version_number
-from torchrl_ext.types import label_number
+from torchrl_ext.base.errors import IntegrityError, StoreError
+from torchrl_ext.base.types import label_number
+from torchrl_ext.data.versions.folders import Held, Version, read_version, version_name, version_number
+from torchrl_ext.data.versions.manifest import MANIFEST, DeltaManifest, Manifest
+from torchrl_ext.data.versions.store import Store
 
 __all__ = ["Chain", "Route"]
 

@@ -10,12 +10,12 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores import Manifest, Placed, Store, version_name
-from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.versions import read_version
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.tensorfile import TensorFile
+from torchrl_ext.base.errors import IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.versions.folders import read_version, version_name
+from torchrl_ext.data.versions.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.versions.store import Store
+from torchrl_ext.data.weights.tensorfile import TensorFile
 
 __all__ = ["PublishedVersion"]
 

@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.stores import Manifest, Placed
-from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.tensor_writer import write_shards
-from torchrl_ext.weights.checkpoint import companion_files
-from torchrl_ext.weights.source import WeightSource, checked
-from torchrl_ext.weights.tensorfile import plan_shards
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.versions.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.versions.store import Draft
+from torchrl_ext.data.versions.tensor_writer import write_shards
+from torchrl_ext.data.weights.checkpoint import companion_files
+from torchrl_ext.data.weights.source import WeightSource, checked
+from torchrl_ext.data.weights.tensorfile import plan_shards
 
 __all__ = ["FilePlace", "FullWriter"]
 

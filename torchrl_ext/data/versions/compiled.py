@@ -12,20 +12,21 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.blocks import BlockEncoding
-from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.kernels.base import BITS
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.stores import Chain, LocalStore
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.containers import FileEncoding
-from torchrl_ext.versions.owned import Owned
-from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.writer import ChainWriter
-from torchrl_ext.weights.source import MappingSource
+from torchrl_ext.base.errors import ConfigError, WeightSyncError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.blocks import BlockEncoding
+from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas.kernels import BITS
+from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+from torchrl_ext.data.versions.containers import FileEncoding
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.versions.owned import Owned
+from torchrl_ext.data.versions.reader import ChainReader
+from torchrl_ext.data.versions.writer import ChainWriter
+from torchrl_ext.data.weights.source import MappingSource
 
 __all__ = ["compile_loops"]
 

@@ -9,14 +9,14 @@ from typing import ClassVar, NamedTuple, final
 import numpy as np
 import xxhash
 
-from torchrl_ext.codecs.blocks import BlockEncoding
-from torchrl_ext.codecs.patch import SparsePatch
-from torchrl_ext.codecs.streams import Found
-from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import Info
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.deltas.blocks import BlockEncoding
+from torchrl_ext.data.deltas.patch import SparsePatch
+from torchrl_ext.data.deltas.streams import Found
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.versions.delta_manifest import BLOCK, DIGEST, DeltaManifest
 
 __all__ = [
     "BlockFiles",
@@ -144,7 +144,7 @@ class FileEncoding(ABC):
         self.name = name
 
     def to_json(self) -> Info:
-        """Return ``{"name": ...}``, from which `torchrl_ext.codecs.base.codec_from_json` makes it again."""
+        """Return ``{"name": ...}``, from which `torchrl_ext.data.deltas.codec.codec_from_json` makes it again."""
         return {"name": self.name}
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """The manifest of a delta: what it is taken against, what it changes, and where the blocks of its streams lie.
 
-It is JSON in one zstd frame, and has no row per parameter but those of its table (`torchrl_ext.stores.table`): digests
+It is JSON in one zstd frame, and has no row per parameter but those of its table (`torchrl_ext.data.deltas.table`): digests
 and blocks are binary columns, little-endian, in base64.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-from torchrl_ext.stores.table import ParamTable
-from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, described, dtype_name
+from torchrl_ext.base.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, described, dtype_name
+from torchrl_ext.data.deltas.table import ParamTable
 
 __all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "DeltaManifest"]
 
@@ -86,7 +86,7 @@ class DeltaManifest:
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
         base_run_id: the one that published the base; made of the digests of a checkpoint, where that is version 0.
-        container: how payloads are laid out in files (`torchrl_ext.versions.containers`).
+        container: how payloads are laid out in files (`torchrl_ext.data.versions.containers`).
         codecs: JSON of every codec used.
         files: size in bytes of every file beside the manifest.
         table: the parameters, changed or not, and the streams.

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from operator import attrgetter
 
-from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
-from torchrl_ext.types import VERSIONS, ParamMeta
+from torchrl_ext.base.errors import IntegrityError, StoreError
+from torchrl_ext.base.types import VERSIONS, ParamMeta
+from torchrl_ext.data.versions.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
+from torchrl_ext.data.versions.store import Store
 
 __all__ = ["BESIDE", "Held", "Version", "read_version", "version_name", "version_number"]
 

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
-from torchrl_ext.files import LocalFile, OpenFile, open_regular, sync
-from torchrl_ext.stores.base import Draft, Store, checked_key
+from torchrl_ext.base.errors import IntegrityError, StoreError, WeightSyncError
+from torchrl_ext.base.files import LocalFile, OpenFile, open_regular, sync
+from torchrl_ext.data.versions.store import Draft, Store, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
 

@@ -12,11 +12,11 @@ import torch
 import xxhash
 import zstandard
 
-from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
-from torchrl_ext.stores.base import checked_key
-from torchrl_ext.stores.delta_manifest import END, DeltaManifest
-from torchrl_ext.stores.table import PARAMETERS
-from torchrl_ext.types import Count, ParamMeta, Shape, Text, Wire, decode_dtype, described, dtype_name
+from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError
+from torchrl_ext.base.types import Count, ParamMeta, Shape, Text, Wire, decode_dtype, described, dtype_name
+from torchrl_ext.data.deltas.table import PARAMETERS
+from torchrl_ext.data.versions.delta_manifest import END, DeltaManifest
+from torchrl_ext.data.versions.store import checked_key
 
 __all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "Manifest", "Placed", "read_manifest"]
 

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrl_ext.codecs.blocks import KINDS, BlockCodec
-from torchrl_ext.codecs.patch import SparsePatch
-from torchrl_ext.codecs.streams import StreamPatch
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.stores.table import ParamTable, unit_bytes
-from torchrl_ext.types import Info
-from torchrl_ext.versions.payloads import Payloads
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.deltas.blocks import KINDS, BlockCodec
+from torchrl_ext.data.deltas.patch import SparsePatch
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
+from torchrl_ext.data.versions.delta_manifest import BLOCKS, DeltaManifest
+from torchrl_ext.data.versions.payloads import Payloads
+from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["OpenDelta", "Range", "Wanted", "needs_old"]
 

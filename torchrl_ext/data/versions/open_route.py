@@ -13,22 +13,22 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.base import codec_from_json
-from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.codecs.pipeline import decode_tensors, worker_threads
-from torchrl_ext.codecs.streams import StreamPatch, fold
-from torchrl_ext.codecs.units import units
-from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores.chain import Chain, Route
-from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.stores.manifest import MANIFEST, Manifest
-from torchrl_ext.stores.versions import Held
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import FileEncoding
-from torchrl_ext.versions.open_delta import OpenDelta, Range, Wanted, needs_old
-from torchrl_ext.versions.payloads import Payloads, incomplete
-from torchrl_ext.weights.digests import position_digest
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.errors import IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.codec import codec_from_json
+from torchrl_ext.data.deltas.patch import apply_patch
+from torchrl_ext.data.deltas.pipeline import decode_tensors, worker_threads
+from torchrl_ext.data.deltas.streams import StreamPatch, fold
+from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.versions.chain import Chain, Route
+from torchrl_ext.data.versions.containers import FileEncoding
+from torchrl_ext.data.versions.delta_manifest import BLOCKS, DeltaManifest
+from torchrl_ext.data.versions.folders import Held
+from torchrl_ext.data.versions.manifest import MANIFEST, Manifest
+from torchrl_ext.data.versions.open_delta import OpenDelta, Range, Wanted, needs_old
+from torchrl_ext.data.versions.payloads import Payloads, incomplete
+from torchrl_ext.data.weights.digests import position_digest
+from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "same_base"]
 
@@ -53,7 +53,7 @@ OpenBase = Callable[[], WeightSource]
 class OpenRoute:
     """A route with its keyframe open, and with its deltas read, or read while the route is used where they are many.
 
-    Memory for payloads is bounded by `torchrl_ext.versions.payloads`, however many versions the route leads through.
+    Memory for payloads is bounded by `torchrl_ext.data.versions.payloads`, however many versions the route leads through.
 
     Args:
         chain: the versions.
@@ -120,7 +120,7 @@ class OpenRoute:
 
         Raises:
             FileNotFoundError: it was collected.
-            IntegrityError, ManifestError: as `torchrl_ext.versions.containers.FileEncoding.read`.
+            IntegrityError, ManifestError: as `torchrl_ext.data.versions.containers.FileEncoding.read`.
         """
         where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
         if manifest.container == BLOCKS:

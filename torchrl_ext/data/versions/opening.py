@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.stores.base import Store
-from torchrl_ext.stores.local import LocalStore
-from torchrl_ext.stores.remote import RemoteStore
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.versions.remote import RemoteStore
+from torchrl_ext.data.versions.store import Store
 
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
 

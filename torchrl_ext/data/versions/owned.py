@@ -13,23 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.blocks import BlockEncoding
-from torchrl_ext.codecs.patch import SparsePatch
-from torchrl_ext.codecs.pipeline import differences, worker_threads
-from torchrl_ext.codecs.streams import find
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.base import flat_bits, linear_keys, unsigned
-from torchrl_ext.stores import Store
-from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.delta_manifest import DIGEST
-from torchrl_ext.stores.table import ParamTable, unit_bytes
-from torchrl_ext.types import Count, Info, ParamMeta, Wire
-from torchrl_ext.versions.checkpoint_writer import FilePlace, FullWriter
-from torchrl_ext.versions.containers import BlockFiles, FileEncoding, code
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import position_digest
-from torchrl_ext.weights.shards.gather import Gather, Holding
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
+from torchrl_ext.data.deltas.blocks import BlockEncoding
+from torchrl_ext.data.deltas.kernels import flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas.patch import SparsePatch
+from torchrl_ext.data.deltas.pipeline import differences, worker_threads
+from torchrl_ext.data.deltas.streams import find
+from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
+from torchrl_ext.data.versions.checkpoint_writer import FilePlace, FullWriter
+from torchrl_ext.data.versions.containers import BlockFiles, FileEncoding, code
+from torchrl_ext.data.versions.delta_manifest import DIGEST
+from torchrl_ext.data.versions.store import Draft, Store
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.data.weights.digests import position_digest
+from torchrl_ext.data.weights.gather import Gather, Holding
+from torchrl_ext.data.weights.source import WeightSource, checked
 
 __all__ = ["FlatCopies", "Order", "Owned", "Written", "steps"]
 
@@ -40,7 +39,7 @@ class Order(Wire, frozen=True, kw_only=True):
     """What every rank writes of a version.
 
     Attributes:
-        place: of the draft (`torchrl_ext.stores.base.Draft.place`).
+        place: of the draft (`torchrl_ext.data.versions.store.Draft.place`).
         version: its number.
         base: the version on which it is a delta; None for a full version alone.
         prefix: of the delta's files.
@@ -125,7 +124,7 @@ class FlatCopies:
 
     def words(self, stream: int, low: int, high: int) -> np.ndarray:
         """Return the linear digests of parts ``low`` to below ``high`` of a stream: uint64, shape (parts, 2)."""
-        from torchrl_ext.kernels.host_loops import digest_runs
+        from torchrl_ext.data.deltas.host_loops import digest_runs
 
         own = self.table.streams[stream]
         first, found = own.first[low : high + 1], np.zeros((high - low, 2), DIGEST)
@@ -388,7 +387,7 @@ def _numbered(
 def steps(
     own: Owned, source: WeightSource, store: Store, rank: int, base: str | None, timeout_s: float
 ) -> Mapping[str, Callable[[Info], Info | None]]:
-    """Return what a rank other than 0 does for each order of `torchrl_ext.versions.writer.ChainWriter`.
+    """Return what a rank other than 0 does for each order of `torchrl_ext.data.versions.writer.ChainWriter`.
 
     Args:
         own: what this rank owns.

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores import Store
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest
-from torchrl_ext.versions.containers import damaged
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.versions.containers import damaged
+from torchrl_ext.data.versions.manifest import MANIFEST, DeltaManifest
+from torchrl_ext.data.versions.store import Store
 
 __all__ = ["HELD_BYTES", "SPAN_BYTES", "Payloads", "incomplete"]
 

@@ -9,18 +9,18 @@ from functools import partial
 
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import Patch, apply_patch
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.landing.loader import Changes
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.manifest import DeltaManifest
-from torchrl_ext.stores.versions import Held
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.open_delta import Wanted
-from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.patch import Patch, apply_patch
+from torchrl_ext.data.landing.loader import Changes
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.data.versions.folders import Held
+from torchrl_ext.data.versions.manifest import DeltaManifest
+from torchrl_ext.data.versions.open_delta import Wanted
+from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 __all__ = ["ChainReader"]
 

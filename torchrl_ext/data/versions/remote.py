@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar, TypeVar, final
 
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
-from torchrl_ext.files import OpenFile
-from torchrl_ext.stores.base import Draft, Store, checked_key
-from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
+from torchrl_ext.base.files import OpenFile
+from torchrl_ext.data.versions.manifest import MANIFEST
+from torchrl_ext.data.versions.store import Draft, Store, checked_key
 
 __all__ = ["RemoteStore"]
 

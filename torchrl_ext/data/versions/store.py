@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.files import OpenFile
+from torchrl_ext.base.errors import IntegrityError, StoreError
+from torchrl_ext.base.files import OpenFile
 
 __all__ = ["Draft", "MemoryStore", "Store", "checked_key"]
 
@@ -45,7 +45,7 @@ class Store(ABC):
 
     Keys are ``/``-joined relative names (``weight_v000007/manifest.json``). A reader never sees a half-written value.
     A *set* of keys appears as a whole because the writer puts the key last that readers look for first (see
-    `torchrl_ext.stores.chain`).
+    `torchrl_ext.data.versions.chain`).
 
     Attributes:
         url: the location for people: a path or an address.

@@ -14,9 +14,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.digests import byte_view
+from torchrl_ext.data.weights.tensorfile import CHUNK_BYTES, Layout
 
 __all__ = ["write_shards"]
 

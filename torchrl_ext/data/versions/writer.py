@@ -8,18 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from torchrl_ext.errors import StoreError
-from torchrl_ext.stores import Store, version_name
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.versions import BESIDE, Held
-from torchrl_ext.types import Info
-from torchrl_ext.versions.owned import Order, Owned, Written
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import digest_of
-from torchrl_ext.weights.shards.sharing import Ranks
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.errors import StoreError
+from torchrl_ext.base.types import Info
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.delta_manifest import BLOCK, DIGEST, DeltaManifest
+from torchrl_ext.data.versions.folders import BESIDE, Held, version_name
+from torchrl_ext.data.versions.manifest import MANIFEST
+from torchrl_ext.data.versions.owned import Order, Owned, Written
+from torchrl_ext.data.versions.store import Store
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.data.weights.digests import digest_of
+from torchrl_ext.data.weights.sharing import Ranks
+from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ChainWriter"]
 
@@ -31,7 +31,7 @@ _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
 class ChainWriter:
     """Publishes one trainer's versions into a chain, as keyframes and deltas; its end on rank 0.
 
-    Every rank owns some parameters (`torchrl_ext.versions.owned`), compares them with its copies, and writes its own
+    Every rank owns some parameters (`torchrl_ext.data.versions.owned`), compares them with its copies, and writes its own
     files of a version. A version appears when rank 0 has written the manifest: only after all ranks have written. Where
     one fails, nothing does, and the next version is a full one.
 

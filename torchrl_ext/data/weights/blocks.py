@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.view import Block, overlap
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.view import Block, overlap
 
 __all__ = ["Block", "Shard", "checked_shards"]
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.files import identity
-from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.source import WeightSource
-from torchrl_ext.weights.tensorfile import TensorFile
+from torchrl_ext.base.errors import ConfigError, IntegrityError
+from torchrl_ext.base.files import identity
+from torchrl_ext.base.types import ParamMeta, dtype_name
+from torchrl_ext.data.weights.blocks import Block, Shard
+from torchrl_ext.data.weights.source import WeightSource
+from torchrl_ext.data.weights.tensorfile import TensorFile
 
 __all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "model_files", "opened", "revised", "with_dtype"]
 

@@ -1,5 +1,5 @@
 """Sources over another source: under other names (by a function, a table of regular expressions, or those of its
-checkpoint, `torchrl_ext.weights.hf_names`), in another dtype, or with some tensors replaced."""
+checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, or with some tensors replaced."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.checkpoint import with_dtype
-from torchrl_ext.weights.hf_names import Group, groups_of, shards_of_part
-from torchrl_ext.weights.peft import PeftSource
-from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order
+from torchrl_ext.base.errors import ConfigError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.blocks import Shard
+from torchrl_ext.data.weights.checkpoint import with_dtype
+from torchrl_ext.data.weights.hf_names import Group, groups_of, shards_of_part
+from torchrl_ext.data.weights.peft import PeftSource
+from torchrl_ext.data.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order
 
 __all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.base.errors import ConfigError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.blocks import Block, Shard
 
 __all__ = ["require_whole", "shards_of_dtensor"]
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ManifestError, TransportError, why
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
-from torchrl_ext.weights.shards.sharing import disjoint, owners
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.errors import ManifestError, TransportError, why
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
+from torchrl_ext.data.weights.digests import byte_view
+from torchrl_ext.data.weights.sharing import disjoint, owners
+from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["Gather", "Holding"]
 

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import ParamMeta, cast_hint
-from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.shared import Place, shared
-from torchrl_ext.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
-from torchrl_ext.weights.view import View, Walk, has_each_once
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta, cast_hint
+from torchrl_ext.data.weights.blocks import Shard
+from torchrl_ext.data.weights.shared import Place, shared
+from torchrl_ext.data.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
+from torchrl_ext.data.weights.view import View, Walk, has_each_once
 
 __all__ = ["Group", "Spelling", "groups_of", "shards_of_part"]
 

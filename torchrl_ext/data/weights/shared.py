@@ -1,7 +1,7 @@
 """Tensors of an update that land in one memory of an engine, as a tied output head and its embedding do.
 
 A worker knows which names those are, and the trainer knows their values: the worker names them in its answer to
-`torchrl_ext.messages.Rehearse`, and the trainer compares its tensors before it sends any.
+`torchrl_ext.base.messages.Rehearse`, and the trainer compares its tensors before it sends any.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import Info, decoded
-from torchrl_ext.weights.digests import byte_view
-from torchrl_ext.weights.view import View
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import Info, decoded
+from torchrl_ext.data.weights.digests import byte_view
+from torchrl_ext.data.weights.view import View
 
 if TYPE_CHECKING:
-    from torchrl_ext.weights.source import WeightSource
+    from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = [
     "UNCHANGED", "Place", "differing", "refuse_digests", "shared", "shared_in", "tied_by_config", "two_values",

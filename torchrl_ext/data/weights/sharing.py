@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.view import Block, overlap, without
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.weights.view import Block, overlap, without
 
 __all__ = ["Ranks", "disjoint", "owners"]
 

@@ -20,10 +20,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta, Part
-from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.shards.dtensor import require_whole, shards_of_dtensor
+from torchrl_ext.base.errors import ConfigError, ManifestError
+from torchrl_ext.base.types import ParamMeta, Part
+from torchrl_ext.data.weights.blocks import Block, Shard
+from torchrl_ext.data.weights.dtensor import require_whole, shards_of_dtensor
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
@@ -435,7 +435,7 @@ class ModuleSource(_TensorsSource):
         self._module, self.tensors = module, partial(named_tensors, module)
 
     def files(self) -> Mapping[str, bytes]:
-        from torchrl_ext.weights.checkpoint import model_files
+        from torchrl_ext.data.weights.checkpoint import model_files
 
         return model_files(self._module)
 
@@ -465,7 +465,7 @@ def unwrapped(name: str) -> str:
 def as_source(weights: Any) -> WeightSource:
     """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
 
-    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.hf_names`); a wrapper is
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.data.weights.hf_names`); a wrapper is
     replaced by its `inner_model`.
 
     Raises:
@@ -475,8 +475,8 @@ def as_source(weights: Any) -> WeightSource:
         return weights
     weights = inner_model(weights)
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
-        from torchrl_ext.weights.derived import converted
-        from torchrl_ext.weights.peft import PeftSource, is_peft
+        from torchrl_ext.data.weights.derived import converted
+        from torchrl_ext.data.weights.peft import PeftSource, is_peft
 
         require_whole(weights)
         _tell_of_extra_state(weights)
@@ -484,7 +484,7 @@ def as_source(weights: Any) -> WeightSource:
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):
-        from torchrl_ext.weights.checkpoint import CheckpointSource
+        from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
         return CheckpointSource(weights)
     raise ConfigError(

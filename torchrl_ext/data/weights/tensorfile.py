@@ -20,10 +20,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError, ManifestError, WeightSyncError
-from torchrl_ext.files import LocalFile, OpenFile
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.base.errors import IntegrityError, ManifestError, WeightSyncError
+from torchrl_ext.base.files import LocalFile, OpenFile
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.weights.digests import byte_view
 
 __all__ = ["CHUNK_BYTES", "FORMAT_NAMES", "HEADER_DAMAGE", "Layout", "TensorFile", "parse_header", "plan_shards"]
 

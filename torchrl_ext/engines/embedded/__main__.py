@@ -1,4 +1,4 @@
-"""Run the embedded engine: ``python -m torchrl_ext.embedded --model DIR --port P``."""
+"""Run the embedded engine: ``python -m torchrl_ext.engines.embedded --model DIR --port P``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.stores.opening import ROOTS_VARIABLE
-from torchrl_ext.types import API_KEY_VARIABLE, is_loopback
+from torchrl_ext.base.errors import WeightSyncError
+from torchrl_ext.base.types import API_KEY_VARIABLE, is_loopback
+from torchrl_ext.data.versions.opening import ROOTS_VARIABLE
 
 __all__ = ["main"]
 
@@ -20,7 +20,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve a model until a signal ends the process, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchrl_ext.embedded", description="Host a causal LM that follows a trainer."
+        prog="python -m torchrl_ext.engines.embedded", description="Host a causal LM that follows a trainer."
     )
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     import uvicorn
 
-    from torchrl_ext.embedded.engine import Engine
-    from torchrl_ext.embedded.listening import patient
-    from torchrl_ext.embedded.server import make_app
+    from torchrl_ext.engines.embedded.engine import Engine
+    from torchrl_ext.engines.embedded.listening import patient
+    from torchrl_ext.engines.embedded.server import make_app
 
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.devices import usable_device
-from torchrl_ext.embedded.scheduler import Scheduler
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
-from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
-from torchrl_ext.proof.scoring import score
+from torchrl_ext.base.devices import usable_device
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
+from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
+from torchrl_ext.data.landing.loader import TensorsLoader
+from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
+from torchrl_ext.data.weights.source import named_tensors
+from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info, ParamMeta, dtype_from_name
-from torchrl_ext.weights.checkpoint import CheckpointSource, opened
-from torchrl_ext.weights.source import named_tensors
+from torchrl_ext.sync.scoring import score
 
 __all__ = ["Engine"]
 

@@ -1,18 +1,18 @@
-"""The embedded engine as `torchrl_ext.sync.update_from_disk` drives it."""
+"""The embedded engine as `torchrl_ext.engines.update_from_disk` drives it."""
 
 from __future__ import annotations
 
 from typing import Any, final
 
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.messages import Finish, Message, State
+from torchrl_ext.base.messages import Finish, Message, State
+from torchrl_ext.engines.embedded.engine import Engine
 
 __all__ = ["Reloadable"]
 
 
 @final
 class Reloadable:
-    """An `Engine` that refuses to serve incomplete weights; see `torchrl_ext.sync.update_from_disk.ReloadableEngine`.
+    """An `Engine` that refuses to serve incomplete weights; see `torchrl_ext.engines.update_from_disk.ReloadableEngine`.
 
     Weights that are loaded drop the keys and values of running requests; there is no other cache.
     """

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.types import Info, decoded
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import Info, decoded
 
 __all__ = ["GenerateRequest", "Sampling", "Token"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchrl_ext.embedded.protocol import Sampling
-from torchrl_ext.types import Info
+from torchrl_ext.base.types import Info
+from torchrl_ext.engines.embedded.protocol import Sampling
 
 __all__ = ["pick"]
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.embedded.sequences import Batch, Job, RunningSequence
-from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.base.errors import ConfigError, DeadlineError
+from torchrl_ext.engines.embedded.protocol import GenerateRequest
+from torchrl_ext.engines.embedded.sequences import Batch, Job, RunningSequence
 
 __all__ = ["Scheduler"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.embedded.sampling import pick
-from torchrl_ext.types import Info
+from torchrl_ext.base.types import Info
+from torchrl_ext.engines.embedded.protocol import GenerateRequest
+from torchrl_ext.engines.embedded.sampling import pick
 
 __all__ = ["Batch", "Job", "RunningSequence", "cache_name"]
 

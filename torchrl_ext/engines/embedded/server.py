@@ -1,6 +1,6 @@
 """Serves vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
 
-``POST /update_weights_from_disk`` is that of `torchrl_ext.sync.update_from_disk`.
+``POST /update_weights_from_disk`` is that of `torchrl_ext.engines.update_from_disk`.
 
 ``GET /is_sleeping`` answers everything that a client checks before a pause: besides vLLM's ``is_sleeping``, the
 sleeping ``tags``, ``is_paused``, ``empty`` (weights were released) and ``whole`` (no update is open or half landed).
@@ -27,11 +27,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 import torchrl_ext
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.embedded.loads import Reloadable
-from torchrl_ext.embedded.protocol import GenerateRequest, Token
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     EngineRefusedError,
@@ -39,11 +36,14 @@ from torchrl_ext.errors import (
     NotConnectedError,
     WeightSyncError,
 )
-from torchrl_ext.messages import Start, State, read
-from torchrl_ext.routes import Guard
+from torchrl_ext.base.messages import Start, State, read
+from torchrl_ext.base.routes import Guard
+from torchrl_ext.base.types import Info, decoded
+from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.loads import Reloadable
+from torchrl_ext.engines.embedded.protocol import GenerateRequest, Token
+from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.sync.inspection import followed
-from torchrl_ext.sync.update_from_disk import PATH, DiskLoads, handler
-from torchrl_ext.types import Info, decoded
 
 __all__ = ["make_app", "read_json"]
 

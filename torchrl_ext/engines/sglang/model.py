@@ -17,10 +17,10 @@ from sglang.srt.model_loader import weight_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.plugins.found import started_with
-from torchrl_ext.plugins.loader import UNCHANGED, StandIns, rebalanced, swapped
-from torchrl_ext.proof.runtime import Reading, reachable
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.engines.found import started_with
+from torchrl_ext.engines.loader import UNCHANGED, StandIns, rebalanced, swapped
+from torchrl_ext.engines.runtime import Reading, reachable
 
 __all__ = ["SGLangModel"]
 

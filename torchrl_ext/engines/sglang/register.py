@@ -1,11 +1,11 @@
 """Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and ``"delta"`` loads.
 
 SGLang calls `register` in each of its processes and then applies the hooks. Those of this file run in schedulers, which
-hold the model; others in the process of the HTTP server (`torchrl_ext.plugins.sglang.routes`).
+hold the model; others in the process of the HTTP server (`torchrl_ext.engines.sglang.routes`).
 
 ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
-carries a free string: the ``action``. Ours begin with `torchrl_ext.routes.CHANNEL`; a server without the plugin
-says "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang.worker`.
+carries a free string: the ``action``. Ours begin with `torchrl_ext.base.routes.CHANNEL`; a server without the plugin
+says "Unsupported action" and goes on. What they do is in `torchrl_ext.engines.sglang.worker`.
 
 An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks: a checkpoint that SGLang
 itself cannot load, or a ``load_format`` that it does not know, becomes an answer as well. Hooks around its other
@@ -22,11 +22,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_ext.errors import EngineError
-from torchrl_ext.messages import Reset, partial_version, read
-from torchrl_ext.plugins.found import enable, started_with
-from torchrl_ext.plugins.sglang import routes as sglang_routes
-from torchrl_ext.routes import CHANNEL
+from torchrl_ext.base.errors import EngineError
+from torchrl_ext.base.messages import Reset, partial_version, read
+from torchrl_ext.base.routes import CHANNEL
+from torchrl_ext.engines.found import enable, started_with
+from torchrl_ext.engines.sglang import routes as sglang_routes
 
 __all__ = ["register"]
 
@@ -235,7 +235,7 @@ def _together(step: Callable[[], None]) -> None:
     """Take a step on every worker of this server; raise EngineError on all of them where it failed on one."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.plugins.workers import agree
+    from torchrl_ext.engines.agreement import agree
     from torchrl_ext.sync.worker_end import together
 
     together(lambda words: agree(words, get_tp_group().cpu_group), step)  # SGLang would return the first answer alone
@@ -243,7 +243,7 @@ def _together(step: Callable[[], None]) -> None:
 
 def _worker(runner: Any) -> Any:
     """Return the `SGLangWorker` that keeps this runner's model up to date; there is one per model and process."""
-    from torchrl_ext.plugins.sglang.worker import SGLangWorker
+    from torchrl_ext.engines.sglang.worker import SGLangWorker
 
     model = runner.model
     if model not in _workers:

@@ -1,5 +1,5 @@
 """SGLang's own ``/update_weights_from_disk`` loads checkpoints, and with the plugin versions as well (load format
-``"delta"``, `torchrl_ext.sync.update_from_disk`): our messages to the workers travel as those of any trainer.
+``"delta"``, `torchrl_ext.engines.update_from_disk`): our messages to the workers travel as those of any trainer.
 
 Servers with ``--tokenizer-worker-num`` above 1 load no plugin in that process, and have none of this.
 """
@@ -14,12 +14,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from typing import Any, Final
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch
-from torchrl_ext.routes import CHANNEL, FROM_A_PAGE, Flush, answers_in, merged
-from torchrl_ext.sync.update_from_disk import DiskLoads, answered
-from torchrl_ext.types import Info
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import EngineError, EngineRefusedError
+from torchrl_ext.base.messages import Finish, Join, Message, Poll, Prefetch
+from torchrl_ext.base.routes import CHANNEL, FROM_A_PAGE, Flush, answers_in, merged
+from torchrl_ext.base.types import Info
+from torchrl_ext.engines.update_from_disk import DiskLoads, answered
 
 __all__ = ["HOOKS"]
 

@@ -1,7 +1,7 @@
 """One worker of an SGLang server: a `WorkerEnd` whose messages come and are answered as SGLang's strings.
 
 SGLang hands a message to every worker at the same point of its loop, in the thread that generates
-(`torchrl_ext.plugins.sglang.register`). Each answers with a string, and the first worker's goes back. Beside what a
+(`torchrl_ext.engines.sglang.register`). Each answers with a string, and the first worker's goes back. Beside what a
 `WorkerEnd` does, a worker does here
 
 =================  ==============================================================================================
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from torchrl_ext.messages import Finish, Message, Start, State
-from torchrl_ext.plugins.loader import EngineLoader
-from torchrl_ext.plugins.sglang.model import SGLangModel
-from torchrl_ext.plugins.workers import agree
-from torchrl_ext.routes import Flush
+from torchrl_ext.base.messages import Finish, Message, Start, State
+from torchrl_ext.base.routes import Flush
+from torchrl_ext.base.types import Info
+from torchrl_ext.engines.agreement import agree
+from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.sglang.model import SGLangModel
 from torchrl_ext.sync.worker_end import WorkerEnd
-from torchrl_ext.types import Info
 
 __all__ = ["SGLangWorker"]
 

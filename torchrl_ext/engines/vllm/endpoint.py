@@ -1,4 +1,4 @@
-"""Entry point of group ``vllm.endpoint_plugins``: ``/update_weights_from_disk`` (`torchrl_ext.sync.update_from_disk`).
+"""Entry point of group ``vllm.endpoint_plugins``: ``/update_weights_from_disk`` (`torchrl_ext.engines.update_from_disk`).
 
 In vLLM's development mode ``GET /is_sleeping`` also answers ``is_paused``, ``tags`` that sleep, ``dropped``, ``empty``
 and ``whole``, so that a trainer learns in one request what it has to know before it pauses the engine, or lets it
@@ -9,7 +9,7 @@ needs a server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'``, w
 process; a checkpoint directory is loaded whole, beside any backend or none.
 
 Where the server has an API key, ``/update_weights_from_disk`` wants it too; vLLM's own check knows only the prefixes
-of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call it (`torchrl_ext.routes.Guard`).
+of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call it (`torchrl_ext.base.routes.Guard`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, request_response
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.messages import Finish, Reset, State
-from torchrl_ext.routes import BACKEND, Guard
-from torchrl_ext.rpc.port import EngineState
-from torchrl_ext.sync.engines.local import VLLMObjectPort
-from torchrl_ext.sync.update_from_disk import PATH, DiskLoads, handler
-from torchrl_ext.types import Info
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.messages import Finish, Reset, State
+from torchrl_ext.base.routes import BACKEND, Guard
+from torchrl_ext.base.types import Info
+from torchrl_ext.control.port import EngineState
+from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
+from torchrl_ext.sync.local.module import VLLMObjectPort
 
 __all__ = ["UpdateFromDisk"]
 
@@ -85,7 +85,7 @@ class _Reloadable(VLLMObjectPort):
         return bool(super().paused())
 
     def report(self) -> Info:
-        """Return the engine's state for `torchrl_ext.rpc.makes.vllm`; what workers of another backend hold is left
+        """Return the engine's state for `torchrl_ext.control.makes.vllm`; what workers of another backend hold is left
         out."""
         sleeps = bool(self._do(self._llm.is_sleeping))
         gauge = _asleep(_metrics()) if sleeps else {}

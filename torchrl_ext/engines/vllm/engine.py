@@ -26,14 +26,14 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Join, Reset, Start, read
-from torchrl_ext.plugins.loader import EngineLoader
-from torchrl_ext.plugins.vllm.model import VLLMModel
-from torchrl_ext.plugins.workers import agree
-from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped, one_by_one
+from torchrl_ext.base.errors import EngineError, EngineRefusedError
+from torchrl_ext.base.messages import Finish, Join, Reset, Start, read
+from torchrl_ext.base.routes import ANSWERS, OPEN_UPDATE, escaped, one_by_one
+from torchrl_ext.base.types import Info
+from torchrl_ext.engines.agreement import agree
+from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.vllm.model import VLLMModel
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
-from torchrl_ext.types import Info
 
 __all__ = ["TorchRLExtEngine", "agreed", "gather_words"]
 

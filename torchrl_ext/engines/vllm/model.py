@@ -35,12 +35,12 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.plugins.loader import UNCHANGED, StandIns, rebalanced, swapped
-from torchrl_ext.plugins.slices import layer_of
-from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, readings
-from torchrl_ext.proof.runtime import Reading
-from torchrl_ext.weights.checkpoint import revised
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.data.weights.checkpoint import revised
+from torchrl_ext.engines.loader import UNCHANGED, StandIns, rebalanced, swapped
+from torchrl_ext.engines.runtime import Reading
+from torchrl_ext.engines.slices import layer_of
+from torchrl_ext.engines.vllm.runtime import REPAIRS, also_packed, readings
 
 __all__ = ["VLLMModel"]
 

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchrl_ext.messages import partial_version
-from torchrl_ext.plugins.found import enable
-from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, out_of_step
+from torchrl_ext.base.messages import partial_version
+from torchrl_ext.base.routes import ANSWERS, BACKEND, TAKE_OVER, out_of_step
+from torchrl_ext.engines.found import enable
 
 __all__ = ["register", "register_trainers"]
 
 log = logging.getLogger("torchrl_ext")
 
-_BACKEND, _TRAINER = "torchrl_ext.plugins.vllm.engine", "torchrl_ext.plugins.vllm.trainer"
+_BACKEND, _TRAINER = "torchrl_ext.engines.vllm.engine", "torchrl_ext.compat.vllm_api"
 _WHOLE = "torchrl_ext_whole"
 """The collective call that asks vLLM's workers whether they may generate."""
 _FAILURES = (
@@ -123,7 +123,7 @@ def _take_over(worker: Any) -> None:
     """
     from vllm.config import WeightTransferConfig
 
-    from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+    from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
 
     if _engine_of(worker) is not None:
         return

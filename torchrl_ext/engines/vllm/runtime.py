@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchrl_ext.proof.runtime import Reading, reachable
+from torchrl_ext.engines.runtime import Reading, reachable
 
 __all__ = ["REPAIRS", "also_packed", "readings"]
 

@@ -1,6 +1,6 @@
 """Importing this module adds every transport to `torchrl.weight_update.WeightSyncScheme.from_backend`::
 
-    import torchrl_ext.collectors.backends
+    import torchrl_ext.rl.collectors.backends
     from torchrl.weight_update import WeightSyncScheme
 
     scheme = WeightSyncScheme.from_backend("delta", root="/shared/updates")
@@ -15,9 +15,9 @@ from functools import partialmethod
 
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
-from torchrl_ext.collectors.torchrl_private import backend_of
-from torchrl_ext.registry import transports
+from torchrl_ext.base.registry import transports
+from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
+from torchrl_ext.rl.collectors.torchrl_private import backend_of
 
 __all__ = ["register"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.loader import Changes, Patchable, TensorsLoader, WeightLoader
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import unwrapped
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.landing.loader import Changes, Patchable, TensorsLoader, WeightLoader
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.source import unwrapped
 
 __all__ = ["EXTRA", "ModelLoader"]
 

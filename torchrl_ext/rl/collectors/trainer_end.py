@@ -9,23 +9,29 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torchrl_ext.collectors.hub import Hub
-from torchrl_ext.collectors.policy_loader import ModelLoader
-from torchrl_ext.collectors.torchrl_private import ended_workers, model_of
-from torchrl_ext.collectors.worker_end import Keep, LinkPort
-from torchrl_ext.deadline import one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineUnreachableError, UpdateError, WeightSyncError
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.base.deadline import one_at_a_time
+from torchrl_ext.base.errors import (
+    ConcurrentUpdateError,
+    ConfigError,
+    EngineUnreachableError,
+    UpdateError,
+    WeightSyncError,
+)
+from torchrl_ext.base.types import Info, SyncReport
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.data.transports.links import Link
+from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.rl.collectors.hub import Hub
+from torchrl_ext.rl.collectors.policy_loader import ModelLoader
+from torchrl_ext.rl.collectors.torchrl_private import ended_workers, model_of
+from torchrl_ext.rl.collectors.worker_end import Keep, LinkPort
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.links import Link
-from torchrl_ext.types import Info, SyncReport
-from torchrl_ext.weights.source import as_source
 
 if TYPE_CHECKING:
-    from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
+    from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
 
 __all__ = ["CollectorTransport", "is_per_worker"]
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torchrl.collectors import WeightUpdaterBase
 
-from torchrl_ext.collectors.scheme import checked_settings
-from torchrl_ext.errors import ConfigError, NotConnectedError
-from torchrl_ext.registry import transports
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.discovery import as_engine
-from torchrl_ext.rpc.http import normalise_urls
+from torchrl_ext.base.errors import ConfigError, NotConnectedError
+from torchrl_ext.base.registry import transports
+from torchrl_ext.base.types import SyncReport, dtype_from_name
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.discovery import as_engine
+from torchrl_ext.control.http import normalise_urls
+from torchrl_ext.data.transports.base import Transport
+from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.rl.collectors.scheme import checked_settings
 from torchrl_ext.sync.logs import Log
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.base import Transport
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.types import SyncReport, dtype_from_name
 
 __all__ = ["TransportWeightUpdater"]
 
@@ -36,7 +36,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
 
     Args:
         transport: a name in `torchrl_ext.transports`, or a transport.
-        engine: anything that `torchrl_ext.rpc.discovery.as_engine` takes; None for the ``vllm_engine`` of a
+        engine: anything that `torchrl_ext.control.discovery.as_engine` takes; None for the ``vllm_engine`` of a
             `VLLMCollectiveTransport`, and with other transports for workers that call ``receive_weights`` themselves.
         mapper: trainer name -> checkpoint name, as for `WeightSender`.
         dtype: dtype, or its name, to which floating-point tensors are cast.

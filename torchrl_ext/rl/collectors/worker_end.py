@@ -8,10 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
-from torchrl_ext.collectors.hub import dial
-from torchrl_ext.collectors.policy_loader import ModelLoader
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     DeadlineError,
     EngineRefusedError,
     EngineUnreachableError,
@@ -21,11 +19,13 @@ from torchrl_ext.errors import (
     parsed,
     why,
 )
-from torchrl_ext.messages import Finish, Leave, Message, Poll, read
-from torchrl_ext.rpc.port import EngineState, Port
+from torchrl_ext.base.messages import Finish, Leave, Message, Poll, read
+from torchrl_ext.base.types import EngineInfo, Info
+from torchrl_ext.control.port import EngineState, Port
+from torchrl_ext.data.transports.links import Link
+from torchrl_ext.rl.collectors.hub import dial
+from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.links import Link
-from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["LinkPort", "WorkerTransport"]
 

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 from torchrl.envs import Transform
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 __all__ = ["MaxLag"]
 

@@ -11,10 +11,10 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack, set_list_to_stack
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.torchrl.records import Prompts, read_prompts, write_records
-from torchrl_ext.rollout.torchrl.settings import WrapperSettings, sampling_settings
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.control.requests.client import InferenceClient
+from torchrl_ext.rl.policy.records import Prompts, read_prompts, write_records
+from torchrl_ext.rl.policy.settings import WrapperSettings, sampling_settings
 
 __all__ = ["RemoteLLMPolicy"]
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.generation import UNKNOWN_VERSION, Generation
-from torchrl_ext.rollout.torchrl.settings import WrapperSettings
-from torchrl_ext.types import Info
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import Info
+from torchrl_ext.control.requests.generation import UNKNOWN_VERSION, Generation
+from torchrl_ext.rl.policy.settings import WrapperSettings
 
 __all__ = ["Prompts", "read_prompts", "write_records"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict.utils import NestedKey
 
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError
 
 __all__ = ["WrapperSettings", "sampling_settings"]
 

@@ -11,22 +11,22 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError, why
-from torchrl_ext.messages import NOBODY, replaced_by
-from torchrl_ext.registry import Make, transports
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.port import restated
-from torchrl_ext.sync.engines.local import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
+from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError, WeightSyncError, why
+from torchrl_ext.base.messages import NOBODY, replaced_by
+from torchrl_ext.base.registry import Make, transports
+from torchrl_ext.base.types import ParamMeta, SyncReport
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.port import restated
+from torchrl_ext.data.weights.checkpoint import CheckpointSource
+from torchrl_ext.data.weights.source import WeightSource, as_source, is_torchrl
+from torchrl_ext.sync.local.module import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.sync.update_source import UpdateSource
-from torchrl_ext.types import ParamMeta, SyncReport
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
 
 __all__ = ["InProcessEngine"]
 
 _VLLM = {"vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"}
-_EMBEDDED = {"torchrl_ext.embedded.engine.Engine"}
+_EMBEDDED = {"torchrl_ext.engines.embedded.engine.Engine"}
 
 
 class InProcessEngine(Engine):

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     EngineError,
@@ -22,14 +22,14 @@ from torchrl_ext.errors import (
     WeightSyncError,
     parsed,
 )
-from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Seal, Start, State, Verify
-from torchrl_ext.proof.scoring import score
-from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, each_answer, merged, unescaped
-from torchrl_ext.rpc.port import EngineState, Port
+from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Seal, Start, State, Verify
+from torchrl_ext.base.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, each_answer, merged, unescaped
+from torchrl_ext.base.types import EngineInfo, Info
+from torchrl_ext.control.port import EngineState, Port
+from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
+from torchrl_ext.data.weights.source import WeightSource, as_source
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import EngineInfo, Info
-from torchrl_ext.weights.checkpoint import CheckpointSource, opened
-from torchrl_ext.weights.source import WeightSource, as_source
+from torchrl_ext.sync.scoring import score
 
 __all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
 
@@ -137,7 +137,7 @@ class ModulePort(LocalPort):
 
 
 class EmbeddedObjectPort(LocalPort):
-    """The embedded engine's object (`torchrl_ext.embedded.engine.Engine`)."""
+    """The embedded engine's object (`torchrl_ext.engines.embedded.engine.Engine`)."""
 
     transport = "ipc"
 

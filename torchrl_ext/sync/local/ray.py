@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any, ClassVar, final
 
-from torchrl_ext.deadline import Deadline, in_thread
-from torchrl_ext.errors import (
+from torchrl_ext.base.deadline import Deadline, in_thread
+from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     EngineRefusedError,
@@ -24,14 +24,14 @@ from torchrl_ext.errors import (
     WeightSyncError,
     why,
 )
-from torchrl_ext.registry import Make
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.rpc.port import Port
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import EngineInfo
-from torchrl_ext.weights.source import is_torchrl
+from torchrl_ext.base.registry import Make
+from torchrl_ext.base.types import EngineInfo
+from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.engine import Engine
+from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.port import Port
+from torchrl_ext.data.weights.source import is_torchrl
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 __all__ = ["RayPort", "ray_engine"]
 

@@ -18,14 +18,14 @@ from uuid import uuid4
 from torch import Tensor
 
 import torchrl_ext as tx
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, EngineError
-from torchrl_ext.proof.known_weights import changed
-from torchrl_ext.proof.outputs import bound_of, gaps, random_prompts
-from torchrl_ext.proof.scoring import score
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import DeadlineError, EngineError
+from torchrl_ext.data.transports.base import Handoff, Update
+from torchrl_ext.data.weights.checkpoint import CheckpointSource, companion_files
+from torchrl_ext.engines.known_weights import changed
+from torchrl_ext.sync.outputs import bound_of, gaps, random_prompts
+from torchrl_ext.sync.scoring import score
 from torchrl_ext.testing.interrupted import Interrupted
-from torchrl_ext.transports.base import Handoff, Update
-from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
 
 __all__ = ["Outputs", "Subject", "Tensors"]
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError, why
+from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError, why
+from torchrl_ext.base.types import label_number
 from torchrl_ext.testing.engine.plugin import SUBJECT
 from torchrl_ext.testing.engine.subject import Subject, Tensors
-from torchrl_ext.types import label_number
 
 _GROUPS, _GROUPS_ALONE = 8, 64  # updates of the case of every tensor, with transformers beside it and without
 

@@ -10,20 +10,20 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
-from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.buckets import Bucket, Packer
-from torchrl_ext.transports.collective import stream
-from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
-from torchrl_ext.transports.group import handoffs
-from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Member, Membership, Offer
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Count, Info, ParamMeta
-from torchrl_ext.weights.source import checked
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
+from torchrl_ext.base.types import Count, Info, ParamMeta
+from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
+from torchrl_ext.data.transports.buckets import Bucket, Packer
+from torchrl_ext.data.transports.collective import stream
+from torchrl_ext.data.transports.collective.stream import BUCKET_BYTES, Incoming
+from torchrl_ext.data.transports.group import handoffs
+from torchrl_ext.data.transports.group.backends import choose_backend
+from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
+from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Member, Membership, Offer
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.source import checked
 
 __all__ = ["CollectiveWorker", "VLLMCollectiveTransport", "broadcast"]
 

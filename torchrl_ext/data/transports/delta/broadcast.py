@@ -12,18 +12,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
-from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.versions import BESIDE
-from torchrl_ext.transports.base import Arrival, Update
-from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.types import VERSIONS, Count, ParamMeta, Wire
-from torchrl_ext.versions.checkpoint_writer import FilePlace, FullWriter
-from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import MappingSource, WeightSource
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError, ManifestError
+from torchrl_ext.base.types import VERSIONS, Count, ParamMeta, Wire
+from torchrl_ext.data.transports.base import Arrival, Update
+from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.checkpoint_writer import FilePlace, FullWriter
+from torchrl_ext.data.versions.folders import BESIDE, version_name
+from torchrl_ext.data.versions.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.versions.store import Draft, Store
+from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.source import MappingSource, WeightSource
 
 __all__ = ["FILES", "Broadcast", "KeptTensors", "announce"]
 
@@ -108,7 +108,7 @@ class KeptTensors(FullWriter):
 
 
 class _Keyframe:
-    """A keyframe in memory, open for reading; as `torchrl_ext.versions.open_route.FullVersion`."""
+    """A keyframe in memory, open for reading; as `torchrl_ext.data.versions.open_route.FullVersion`."""
 
     def __init__(self, params: tuple[ParamMeta, ...], tensors: Mapping[str, Tensor]) -> None:
         self._params, self._tensors = params, tensors

@@ -9,23 +9,24 @@ from typing import TypeVar, final
 
 from torch import Tensor
 
-from torchrl_ext.codecs.base import codec_from_json
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.landing.loader import Changes
-from torchrl_ext.stores import Store, open_store, version_name
-from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
-from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.transports.delta.broadcast import Broadcast
-from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
-from torchrl_ext.transports.standalone import Mailbox
-from torchrl_ext.types import Info, Wire
-from torchrl_ext.versions.compiled import compile_loops
-from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError, StoreError
+from torchrl_ext.base.types import Info, Wire
+from torchrl_ext.data.deltas.codec import codec_from_json
+from torchrl_ext.data.landing.loader import Changes
+from torchrl_ext.data.transports.base import Arrival, Worker, WorkerEnd
+from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
+from torchrl_ext.data.transports.delta.broadcast import Broadcast
+from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation
+from torchrl_ext.data.transports.standalone import Mailbox
+from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.versions.compiled import compile_loops
+from torchrl_ext.data.versions.folders import version_name
+from torchrl_ext.data.versions.open_route import OpenRoute
+from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.versions.reader import ChainReader
+from torchrl_ext.data.versions.store import MemoryStore, Store
+from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["DeltaReader", "Offer"]
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # by a star there
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.devices import known_device, usable_device
-from torchrl_ext.errors import ConfigError, TransportError, WeightSyncError
-from torchrl_ext.transports.group.calls import in_time
-from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.devices import known_device, usable_device
+from torchrl_ext.base.errors import ConfigError, TransportError, WeightSyncError
+from torchrl_ext.data.transports.group.calls import in_time
+from torchrl_ext.data.transports.group.notes import NoteStore
 
 __all__ = ["GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "nccl_options"]
 

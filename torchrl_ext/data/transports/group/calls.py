@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from torchrl_ext.deadline import Deadline, in_thread
-from torchrl_ext.errors import TransportError
+from torchrl_ext.base.deadline import Deadline, in_thread
+from torchrl_ext.base.errors import TransportError
 
 __all__ = ["brief", "in_time", "made_in_time", "run_beside", "sever_at_exit", "wait_for_at_exit"]
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError, why
-from torchrl_ext.transports.base import Arrival, WorkerEnd
-from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S, Member
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.standalone import Mailbox
-from torchrl_ext.types import Count, Params, Wire
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.base.types import Count, Params, Wire
+from torchrl_ext.data.transports.base import Arrival, WorkerEnd
+from torchrl_ext.data.transports.group.meeting import LAST_WORDS_S, LOOK_S, Member
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.standalone import Mailbox
 
 __all__ = [
     "GroupLoad", "GroupMailbox", "GroupWorker", "acknowledge", "await_workers", "receiving_failed", "sending_failed",

@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 import torch
 
-from torchrl_ext import errors
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
-from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
-from torchrl_ext.transports.group.process_group import Group, Seat, form_group, severed
-from torchrl_ext.transports.links import ranks_text
-from torchrl_ext.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire, is_loopback
+from torchrl_ext.base import errors
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
+from torchrl_ext.base.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire, is_loopback
+from torchrl_ext.data.transports.group.backends import choose_backend
+from torchrl_ext.data.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
+from torchrl_ext.data.transports.group.process_group import Group, Seat, form_group, severed
+from torchrl_ext.data.transports.links import ranks_text
 
 __all__ = [
     "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Member", "Membership", "Note", "Offer", "enter", "host",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.transports.ipc.memory import Handle, Segment
-from torchrl_ext.types import Count
+from torchrl_ext.base.errors import ConfigError, TransportError
+from torchrl_ext.base.types import Count
+from torchrl_ext.data.transports.ipc.memory import Handle, Segment
 
 __all__ = ["CudaHandle", "create_cuda", "visible"]
 

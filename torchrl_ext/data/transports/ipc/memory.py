@@ -3,7 +3,7 @@
 On a CPU a segment is an anonymous file in memory (memfd_create(2)): it has no name in any filesystem, and the kernel
 frees it with the last process that holds it, however that one ends. Its size is sealed, so that no process that maps it
 is killed because another one cuts it. The handle says which descriptor of which process it is; ``/proc`` opens that for
-processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.transports.ipc.cuda_memory`.
+processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.data.transports.ipc.cuda_memory`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
-from torchrl_ext.transports.links import close_in_children
-from torchrl_ext.types import Count, Wire
+from torchrl_ext.base.errors import ConfigError, IntegrityError, TransportError
+from torchrl_ext.base.types import Count, Wire
+from torchrl_ext.data.transports.links import close_in_children
 
 __all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "Segment", "create", "local_devices"]
 
@@ -148,7 +148,7 @@ def create(device: str, nbytes: int) -> Segment:
         TransportError: there is not enough of it.
     """
     if device != HOST:
-        from torchrl_ext.transports.ipc.cuda_memory import create_cuda
+        from torchrl_ext.data.transports.ipc.cuda_memory import create_cuda
 
         return create_cuda(device, nbytes)
     if sys.platform != "linux":
@@ -175,7 +175,7 @@ def local_devices() -> list[str]:
     """Return where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
     if not torch.cuda.is_available():
         return [HOST]
-    from torchrl_ext.transports.ipc.cuda_memory import visible
+    from torchrl_ext.data.transports.ipc.cuda_memory import visible
 
     return [*visible(), HOST]
 

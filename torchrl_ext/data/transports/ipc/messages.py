@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError
-from torchrl_ext.transports.ipc.cuda_memory import CudaHandle
-from torchrl_ext.transports.ipc.memory import HostHandle
-from torchrl_ext.transports.links import Link
-from torchrl_ext.types import Count, Params, Wire, decoded
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.base.types import Count, Params, Wire, decoded
+from torchrl_ext.data.transports.ipc.cuda_memory import CudaHandle
+from torchrl_ext.data.transports.ipc.memory import HostHandle
+from torchrl_ext.data.transports.links import Link
 
 __all__ = ["Announce", "Done", "Hello", "Load", "Message", "Offer", "Welcome", "read", "send"]
 

@@ -9,19 +9,19 @@ from typing import ClassVar
 
 import torch
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.devices import usable_device
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.buckets import Packer
-from torchrl_ext.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create, local_devices
-from torchrl_ext.transports.ipc.messages import Announce, Done, Load, Offer
-from torchrl_ext.transports.ipc.worker import IPCWorker, buckets_of
-from torchrl_ext.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.transports.links import new_address, shared_address
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.source import checked
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.devices import usable_device
+from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
+from torchrl_ext.data.transports.buckets import Packer
+from torchrl_ext.data.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create, local_devices
+from torchrl_ext.data.transports.ipc.messages import Announce, Done, Load, Offer
+from torchrl_ext.data.transports.ipc.worker import IPCWorker, buckets_of
+from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
+from torchrl_ext.data.transports.links import new_address, shared_address
+from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.source import checked
 
 __all__ = ["IPCTransport"]
 

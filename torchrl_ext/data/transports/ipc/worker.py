@@ -8,14 +8,14 @@ from typing import Any, final
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, WeightSyncError
-from torchrl_ext.transports.base import Arrival, WorkerEnd
-from torchrl_ext.transports.buckets import Bucket, Lander, layout
-from torchrl_ext.transports.ipc.messages import Announce, Done, Hello, Load, Welcome, read, send
-from torchrl_ext.transports.links import Link, connect_locally
-from torchrl_ext.transports.standalone import Mailbox
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError, WeightSyncError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.base import Arrival, WorkerEnd
+from torchrl_ext.data.transports.buckets import Bucket, Lander, layout
+from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, Load, Welcome, read, send
+from torchrl_ext.data.transports.links import Link, connect_locally
+from torchrl_ext.data.transports.standalone import Mailbox
 
 __all__ = ["IPCWorker", "buckets_of"]
 

@@ -10,11 +10,11 @@ import select
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import TransportError, WeightSyncError
-from torchrl_ext.transports.ipc.memory import Segment
-from torchrl_ext.transports.ipc.messages import Done, Hello, Message, Welcome, read, send
-from torchrl_ext.transports.links import Link, LocalListener, ranks_text
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import TransportError, WeightSyncError
+from torchrl_ext.data.transports.ipc.memory import Segment
+from torchrl_ext.data.transports.ipc.messages import Done, Hello, Message, Welcome, read, send
+from torchrl_ext.data.transports.links import Link, LocalListener, ranks_text
 
 __all__ = ["ConnectedWorkers"]
 

@@ -24,18 +24,18 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
-from torchrl_ext.transports.buckets import Bucket, Span
-from torchrl_ext.transports.collective.stream import Incoming
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport, broadcast
-from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.handoffs import GroupLoad, GroupWorker
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.native.meeting import NAME, Invitation, Meeting
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta, Wire
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import Info, ParamMeta, Wire
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.buckets import Bucket, Span
+from torchrl_ext.data.transports.collective.stream import Incoming
+from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport, broadcast
+from torchrl_ext.data.transports.group.backends import choose_backend
+from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupWorker
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.native.meeting import NAME, Invitation, Meeting
+from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 
 __all__ = ["NativeTransport"]
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ManifestError, TransportError
-from torchrl_ext.transports.group.handoffs import GroupLoad
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan
-from torchrl_ext.transports.sharded.plans.shares import Share
-from torchrl_ext.types import Count, ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ManifestError, TransportError
+from torchrl_ext.base.types import Count, ParamMeta
+from torchrl_ext.data.transports.group.handoffs import GroupLoad
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan
+from torchrl_ext.data.transports.sharded.shares import Share
+from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["Load", "Needs", "hand_out", "read_plan"]
 

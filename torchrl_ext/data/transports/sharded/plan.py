@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, final
 import msgspec
 import numpy as np
 
-from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.transports.sharded.plans.shares import Share, numbers, packed, unpacked, unreadable
-from torchrl_ext.transports.sharded.plans.transfers import Transfers, transfers_of
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.errors import ConfigError, ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.sharded.shares import Share, numbers, packed, unpacked, unreadable
+from torchrl_ext.data.transports.sharded.transfers import Transfers, transfers_of
+from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["MemberPlan", "Share", "Transfer", "TransferPlan", "group_rank", "make_plan"]
 

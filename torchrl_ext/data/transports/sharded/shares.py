@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar, final
 import msgspec
 import numpy as np
 
-from torchrl_ext.errors import TransportError
-from torchrl_ext.types import described
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.errors import TransportError
+from torchrl_ext.base.types import described
+from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["Share", "numbers", "packed", "unpacked", "unreadable"]
 

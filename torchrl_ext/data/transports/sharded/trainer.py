@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
-from torchrl_ext.transports.base import Handoff, TransferStats, Update
-from torchrl_ext.transports.copies import BufferPool
-from torchrl_ext.transports.group import handoffs
-from torchrl_ext.transports.group.meeting import Membership
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.ranks import Steps, TrainerRanks
-from torchrl_ext.transports.sharded.agreement import Load, Needs, hand_out, read_plan
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan, group_rank, make_plan
-from torchrl_ext.transports.sharded.plans.shares import Share, packed, unpacked
-from torchrl_ext.transports.sharded.rounds import RoundSender
-from torchrl_ext.types import Info, ParamMeta, dtype_name
-from torchrl_ext.weights.shards.blocks import Shard, checked_shards
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
+from torchrl_ext.base.types import Info, ParamMeta, dtype_name
+from torchrl_ext.data.transports.base import Handoff, TransferStats, Update
+from torchrl_ext.data.transports.copies import BufferPool
+from torchrl_ext.data.transports.group import handoffs
+from torchrl_ext.data.transports.group.meeting import Membership
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.ranks import Steps, TrainerRanks
+from torchrl_ext.data.transports.sharded.agreement import Load, Needs, hand_out, read_plan
+from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan, group_rank, make_plan
+from torchrl_ext.data.transports.sharded.rounds import RoundSender
+from torchrl_ext.data.transports.sharded.shares import Share, packed, unpacked
+from torchrl_ext.data.weights.blocks import Shard, checked_shards
+from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ShardedTrainer"]
 

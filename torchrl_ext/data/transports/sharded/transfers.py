@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.sharded.plans.shares import Share
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.sharing import disjoint
-from torchrl_ext.weights.view import Block
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.sharded.shares import Share
+from torchrl_ext.data.weights.sharing import disjoint
+from torchrl_ext.data.weights.view import Block
 
 __all__ = ["Transfers", "transfers_of"]
 

@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.transports.base import Handoff, Update, Worker
-from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.handoffs import GroupMailbox
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
-from torchrl_ext.transports.ranks import Steps
-from torchrl_ext.transports.sharded.trainer import ShardedTrainer
-from torchrl_ext.transports.sharded.worker import ShardedWorker
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, TransportError
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.transports.base import Handoff, Update, Worker
+from torchrl_ext.data.transports.group.backends import choose_backend
+from torchrl_ext.data.transports.group.handoffs import GroupMailbox
+from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
+from torchrl_ext.data.transports.ranks import Steps
+from torchrl_ext.data.transports.sharded.trainer import ShardedTrainer
+from torchrl_ext.data.transports.sharded.worker import ShardedWorker
+from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
 

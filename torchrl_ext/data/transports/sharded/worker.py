@@ -7,18 +7,18 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.transports.base import Arrival
-from torchrl_ext.transports.copies import BufferPool
-from torchrl_ext.transports.group.handoffs import GroupWorker
-from torchrl_ext.transports.group.meeting import Membership
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded.agreement import Load, Needs, read_plan
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan
-from torchrl_ext.transports.sharded.plans.shares import Share, packed
-from torchrl_ext.transports.sharded.rounds import RoundReceiver
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.base import Arrival
+from torchrl_ext.data.transports.copies import BufferPool
+from torchrl_ext.data.transports.group.handoffs import GroupWorker
+from torchrl_ext.data.transports.group.meeting import Membership
+from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.sharded.agreement import Load, Needs, read_plan
+from torchrl_ext.data.transports.sharded.plan import MemberPlan
+from torchrl_ext.data.transports.sharded.rounds import RoundReceiver
+from torchrl_ext.data.transports.sharded.shares import Share, packed
+from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["ShardedWorker"]
 
