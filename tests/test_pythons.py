@@ -116,7 +116,7 @@ def test_an_installation_without_extras_imports_every_module_that_needs_none():
         ("from torchrl_ext.control.serving.embedded import EmbeddedServer; EmbeddedServer('.')", "embedded"),
         ("from torchrl_ext.control.serving.topology import Topology; Topology.load('engines.yaml')", "cli"),
         ("import torchrl_ext.rl.hydra", "hydra"),
-        ("from torchrl_ext.base.types import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
+        ("from torchrl_ext.base.reports import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
     ],
 )
 def test_an_extra_that_is_missing_is_named_in_one_line(code, extra):

@@ -19,8 +19,9 @@ from tests.processes import finished
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
-from torchrl_ext.data.weights.source import WeightSource, as_source
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.data.weights.source import WeightSource
+from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.sync.outputs import score
 
 PROMPTS = [PROMPT, PROMPT[::-1]]
 CLOSE = 1e-4  # nats, in float32; steps of one model, and two models, are further than 1e-2 apart

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from torchrl_ext.base.reports import Phase, Spans, nested
-from torchrl_ext.base.types import EngineRow, SyncReport
+from torchrl_ext.base.reports import EngineRow, SyncReport
 
 URL = "http://a-host-with-a-long-name.cluster.internal:8000"
 TIMELINE = (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.cli.interrupts import Interrupts
+from torchrl_ext.cli.frame import Interrupts
 
 SIGNALS = st.sampled_from([signal.SIGINT, signal.SIGTERM])
 

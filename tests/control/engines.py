@@ -15,7 +15,7 @@ from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedErr
 from torchrl_ext.base.messages import Load
 from torchrl_ext.data.transports.base import Update
 from torchrl_ext.data.weights.digests import tensor_digest
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.receiver import WeightReceiver
 
 PORTS = (*MAKES, "module")

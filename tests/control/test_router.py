@@ -12,7 +12,7 @@ from tests.control import sockets
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.control.serving.router_client import RouterClient, RouterWorker, listed_workers, refuse_router
+from torchrl_ext.control.serving.router import RouterClient, RouterWorker, listed_workers, refuse_router
 
 
 class Gateway:

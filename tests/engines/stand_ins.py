@@ -194,7 +194,7 @@ def add_sglang(patch):
     }
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
-    patch.setattr("torchrl_ext.engines.agreement.agree", lambda words, *_: [words])
+    patch.setattr("torchrl_ext.engines.plugin.agree", lambda words, *_: [words])
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.data.transports.shared_root import SharedRoot
 from torchrl_ext.data.versions.local import LocalStore
 from torchrl_ext.data.versions.opening import ROOTS_VARIABLE, admit
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines.update_from_disk import _located
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.testing import WAIT_S

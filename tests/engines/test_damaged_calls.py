@@ -118,7 +118,7 @@ def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, m
         success, words = register.load_from_disk(load, scheduler, SimpleNamespace(field=odd(chance)))
         assert success == (how == "loads") and words.encode() is not None
         assert register.continue_generation(lambda *_: "goes on", scheduler, value) in ("goes on", None)
-    monkeypatch.setattr("torchrl_ext.engines.agreement.agree", lambda *_: 1 / 0)  # its other workers are gone
+    monkeypatch.setattr("torchrl_ext.engines.plugin.agree", lambda *_: 1 / 0)  # its other workers are gone
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
     scheduler.tp_worker = None  # whatever of SGLang is not as it was
     request = SimpleNamespace(action=CHANNEL + json.dumps(messages.State().to_json()))

@@ -13,11 +13,11 @@ import pytest
 from tests.processes import python
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.messages import Finish, Start
-from torchrl_ext.control.serving.overlay import make_overlay
+from torchrl_ext.control.serving.processes import make_overlay
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.control.serving.sglang import SGLangServer
 from torchrl_ext.control.serving.vllm import VLLMServer
-from torchrl_ext.engines.found import started_with
+from torchrl_ext.engines.plugin import started_with
 from torchrl_ext.engines.sglang import register
 
 LOOK = """
@@ -28,7 +28,7 @@ from importlib.metadata import entry_points
 before = set(sys.modules)
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.data.landing.placement, torchrl_ext.data.weights.checkpoint
-import torchrl_ext.data.transports.disk, torchrl_ext.data.transports.collective.transport, torchrl_ext.engines.agreement
+import torchrl_ext.data.transports.disk, torchrl_ext.data.transports.collective.transport, torchrl_ext.engines.plugin
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang", "vllm"}}))
 print(torchrl_ext.__file__)
@@ -84,7 +84,7 @@ def test_a_model_that_was_loaded_before_our_first_message_is_not_taken_for_its_s
     parallel = SimpleNamespace(get_pp_group=lambda: group, get_tp_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", parallel)
     monkeypatch.setitem(sys.modules, "torchrl_ext.engines.sglang.worker", SimpleNamespace(SGLangWorker=Worker))
-    monkeypatch.setattr("torchrl_ext.engines.agreement.agree", lambda words, *_: [words])
+    monkeypatch.setattr("torchrl_ext.engines.plugin.agree", lambda words, *_: [words])
     loaded, fresh = Model("org/start", revision="main"), Model("org/start", revision="main")
     arguments = ("/another", "auto") if by == "update_weights_from_disk" else ("/another",)
     assert getattr(register, by)(loaded.load, loaded, *arguments) == (True, "loaded")
@@ -195,7 +195,7 @@ def test_tokens_of_a_launched_batch_have_the_weights_and_label_before(worker, up
 TOGETHER = """
 import os, sys, torch
 from torch import distributed
-from torchrl_ext.engines.agreement import agree, combine
+from torchrl_ext.engines.plugin import agree, combine
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.patcher import Patcher, Piece
 from torchrl_ext.data.weights.digests import position_digest

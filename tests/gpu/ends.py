@@ -17,7 +17,7 @@ from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Arrival, Update, Worker
 from torchrl_ext.data.transports.native.meeting import NAME
 from torchrl_ext.data.transports.native.transport import NativeTransport, layout_of
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 
 WAIT_S = 300
 GROUPS = ("collective", "broadcast", "sglang", "vllm")

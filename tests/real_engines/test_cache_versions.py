@@ -6,7 +6,7 @@ import torch
 import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.real_engines.served import LONG, sending
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.sync.outputs import score
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,7 @@ import pytest
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.real_engines.served import command
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.server import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import torch
 from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.real_engines.served import spec_of
-from torchrl_ext.control.serving.overlay import make_overlay, on_path
+from torchrl_ext.control.serving.processes import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 

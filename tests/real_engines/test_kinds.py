@@ -19,7 +19,7 @@ from tests.quantised import FORMS, quantise_checkpoint, quantised, round_to
 from tests.real_engines.cells import CELLS
 from tests.real_engines.served import ServedSGLang, ServedVLLM, serving
 from torchrl_ext.base.errors import WeightSyncError
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.sync.outputs import score
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ from tests.models import tiny_model
 from tests.pages import on_servers
 from tests.real_engines.served import LONG, ServedSGLang, ServedVLLM, serving
 from torchrl_ext.base.errors import EngineRefusedError
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.sync.outputs import score
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from tests.models import VOCAB, tiny_model
 from tests.real_engines.served import sending
 from torchrl_ext.base.errors import UpdateError
 from torchrl_ext.sync.outputs import Probe, gaps, random_prompts
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.sync.outputs import score
 
 pytestmark = pytest.mark.engine
 

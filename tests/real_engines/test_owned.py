@@ -8,7 +8,7 @@ from tests.models import PROMPT, greedy, tiny_model
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
-from torchrl_ext.control.serving.launchers import LocalLauncher
+from torchrl_ext.control.serving.topology import LocalLauncher
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 

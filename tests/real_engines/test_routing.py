@@ -17,7 +17,7 @@ from tests.real_engines.served import sending, until_met
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.serving.router import RouterProcess
+from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.routing import Routing
 
 pytestmark = pytest.mark.engine

@@ -19,7 +19,7 @@ from tests.kinds import kind_model
 from tests.processes import calling, running_python
 from tests.real_engines.cells import TP_2, by, sglang, vllm
 from tests.real_engines.test_kinds import made, started
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import free_port
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ from torch import nn
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
 from tests.real_engines.served import ServedSGLang, ServedVLLM, sending, serving
 from torchrl_ext.base.errors import UpdateError
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.sync.outputs import score
 
 pytestmark = pytest.mark.engine
 

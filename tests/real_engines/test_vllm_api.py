@@ -17,7 +17,7 @@ from tests.processes import ROOT, WAIT_S
 from tests.real_engines.conftest import small
 from tests.real_engines.served import ServedVLLM
 from torchrl_ext.cli.environments import settings_for
-from torchrl_ext.control.serving.overlay import make_overlay, on_path
+from torchrl_ext.control.serving.processes import make_overlay, on_path
 from torchrl_ext.testing import free_port
 
 pytestmark = pytest.mark.engine

@@ -24,7 +24,7 @@ from torchrl_ext.base.messages import Finish, Leave, Prefetch, Reset, Seal, Star
 from torchrl_ext.base.types import Part
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.digests import tensor_digest
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 
 NAMES = ("a", "b", "c")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import forking
 from tests.schedules import Schedule, checkpoint
-from torchrl_ext.control.connections import HTTP, run
+from torchrl_ext.control.http import HTTP, run
 
 SEEDS = {"delta": (), "collective": (3,)}
 RUNS = [

@@ -16,7 +16,7 @@ from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
 from torchrl_ext.control.fleet import Pool
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
 

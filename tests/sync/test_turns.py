@@ -11,7 +11,7 @@ from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Meanwhile, Policy, Turns, each_after_each, may_serve
 from torchrl_ext.base.errors import ConcurrentUpdateError, WeightSyncError
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 
 FEW = ("delta on a base", "delta by broadcast", "disk", "sharded", "ipc")
 """Of `ROUTES`, those that leave an engine in different states."""

@@ -27,7 +27,7 @@ from torchrl_ext.base.messages import (
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.digests import digest_of, tensor_digest
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
 
 

@@ -178,7 +178,7 @@ class Make:
             `EngineInfo`, or None if no engine of this kind answers there. None for engines without an address.
         dialect: the `torchrl_ext.control.requests.dialects.Dialect` of its token requests.
         server: the `torchrl_ext.control.serving.server.EngineSpec` of servers that this library starts.
-        router: the `torchrl_ext.control.serving.router.RouterSpec` of the vendor's router.
+        router: the `torchrl_ext.control.serving.server.RouterSpec` of the vendor's router.
         routes: HTTP routes of an update: by transport (``"disk"``, ``"native"``) of a server without our plugin, and
             under ``""`` with it.
     """

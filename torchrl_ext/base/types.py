@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import torch
 
-from torchrl_ext.base import reports
 from torchrl_ext.base.errors import ConfigError, ManifestError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -274,182 +273,13 @@ class EngineInfo:
         return self.kind != "embedded" and bool(self.transports) and {*self.transports} <= {*STOCK}
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineRow:
-    """One engine's row in a report.
-
-    Attributes:
-        engine: URL, or another readable name.
-        kind: as in `EngineInfo`.
-        state: ``"serving"`` (the new version), ``"paused"`` (the update failed) or ``"unreachable"``.
-        version: version in service, or the last known one.
-        pause_s: seconds from the pause's acknowledgement to the resume's.
-        error: error message, or None.
-        proof: what the engine proves about the version that it serves; see `SyncReport`.
-        max_gap, mean_gap: largest and mean absolute difference between the engine's and the trainer's log-probabilities
-            of the probe, in nats (`torchrl_ext.sync.outputs`); infinite if one is NaN, None if they were not compared.
-    """
-
-    engine: str
-    kind: str
-    state: str
-    version: int | None = None
-    pause_s: float = 0.0
-    error: str | None = None
-    proof: str = "sent"
-    max_gap: float | None = None
-    mean_gap: float | None = None
-
-
-PROOFS = ("sent", "in place", "rehearsed", "outputs")
-"""Levels of proof, weakest first; `SyncReport` defines them."""
-
-
-def least(proofs: Iterable[str]) -> str:
-    """Return the weakest of several proofs; ``"sent"`` if there are none or one is unknown."""
-    found = {*proofs}
-    if not found <= {*PROOFS}:
-        return PROOFS[0]
-    return min(found, key=PROOFS.index, default=PROOFS[0])
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncReport:
-    """The result of one `update_weights` call: what it sent, and what each engine serves.
-
-    Attributes:
-        version: version that the engines serve now.
-        transport: name of the transport.
-        tensors: number of tensors sent.
-        bytes: bytes of weights that the transport sent or published, counted once for all engines.
-        model_bytes: bytes of the whole model.
-        density: changed elements / all elements; 1.0 for a full update.
-        spans: seconds by phase: ``connect`` and ``rehearse`` (before a first update), ``prepare`` (includes
-            ``publish``), ``prefetch``, ``pause`` (includes ``transfer``), ``probe``, and ``total``.
-        engines: one row per engine.
-        verified: every engine compared digests with the trainer's, and `proof` is at least ``"in place"``.
-        proof: the weakest proof among the engines. ``"sent"``: the engine confirms the bytes that it received.
-            ``"in place"``: the engine read them back from the tensors that it computes with; of an update that sends
-            changes, it reads back a fraction each time, and all weights within
-            `torchrl_ext.data.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they took a route that a
-            rehearsal on this engine showed to give the same state as a cold start. ``"outputs"``: the engine's
-            log-probabilities match the trainer's.
-        rank_bytes: bytes that each trainer rank sent; empty if the transport does not count them.
-        worker_bytes: bytes that each worker received; empty if the transport does not count them.
-        encoding: how changes were coded; empty for a full update.
-        whole: tensors sent unsharded although the trainer or the engine is sharded -> the reason.
-        part: only some tensors were sent (``only=``) and engines kept the others; `proof` covers those that were sent.
-        error: why the update failed (the report is `UpdateError.report`); None if every engine serves the version.
-        began: Unix time at which the update began, in seconds; 0.0 if unknown.
-        timeline: each run of a phase, with its start and end in seconds since ``began``, in the order in which they
-            ended. A phase that runs again after a failure appears again.
-
-    Example:
-        >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
-        >>> sender.register_model(lm)
-        >>> report = sender.update_weights()
-        >>> [(row.kind, row.state, row.version) for row in report.engines], sorted(report.spans)[:3]
-        ([('embedded', 'serving', 1)], ['connect', 'pause', 'prefetch'])
-        >>> print(report.table().splitlines()[0])  # print(report) shows the whole table
-        version 1 by disk: served by 1 of 1 engine(s), proof: in place
-        >>> report.scalars()["sync/engines_serving"]
-        1.0
-        >>> sender.shutdown()
-    """
-
-    version: int
-    transport: str
-    tensors: int = 0
-    bytes: int = 0
-    model_bytes: int = 0
-    density: float = 1.0
-    spans: Mapping[str, float] = field(default_factory=dict)
-    engines: tuple[EngineRow, ...] = ()
-    verified: bool = False
-    proof: str = "sent"
-    rank_bytes: tuple[int, ...] = ()
-    worker_bytes: tuple[int, ...] = ()
-    encoding: str = ""
-    whole: Mapping[str, str] = field(default_factory=dict)
-    part: bool = False
-    error: str | None = None
-    began: float = 0.0
-    timeline: tuple[reports.Phase, ...] = ()
-
-    def scalars(self) -> dict[str, float]:
-        """Return the report's numbers under flat keys, for loggers.
-
-        ===========================  ====================================================================
-        ``sync/version``             the version
-        ``sync/engines``             engines in the report
-        ``sync/engines_serving``     engines that serve this version
-        ``sync/total_s``             seconds that the update took
-        ``sync/pause_s``             the longest pause of an engine, in seconds; with engines only
-        ``sync/phase/PHASE_s``       seconds of each phase of `spans`, such as ``sync/phase/prepare_s``
-        ``sync/bytes``               as `bytes`; like the next four, left out if the update failed
-        ``sync/model_bytes``         as `model_bytes`
-        ``sync/tensors``             as `tensors`
-        ``sync/density``             as `density`, from 0 to 1
-        ``sync/verified``            1.0 if `verified`, else 0.0
-        ``sync/max_gap``             the largest `EngineRow.max_gap`, in nats; with ``verify="outputs"`` only
-        ===========================  ====================================================================
-        """
-        return reports.scalars(self)
-
-    def table(self) -> str:
-        """Return the report as plain text: bytes, proof, a line per phase, and a line per engine with its address."""
-        return reports.table(self)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def __rich__(self) -> Any:
-        from rich.text import Text  # rich calls this
-
-        return Text(self.table())
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw when each phase ran, one row per phase; the pause is red.
-
-        Args:
-            ax: matplotlib axes to draw on; None makes a figure.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
-        """
-        return reports.plot(self, ax)
-
-    @staticmethod
-    def plot_history(history: Sequence[SyncReport], axes: Any = None) -> Any:
-        """Draw the bytes and the longest pause of each update over the version; dotted lines mark failed updates.
-
-        Args:
-            history: the reports of some updates.
-            axes: two matplotlib axes, for bytes and for pauses; None makes a figure.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
-        """
-        return reports.plot_history(history, axes)
-
-    def to_json(self) -> Info:
-        """Return all fields as a JSON-safe dict; an infinite gap becomes ``"inf"``, because JSON has no infinity."""
-        rest = {"spans": dict(self.spans), "whole": dict(self.whole)}
-        return dataclasses.asdict(self, dict_factory=_finite) | rest
-
-
-def _finite(fields: Iterable[tuple[str, Any]]) -> Info:
-    return {name: str(value) if value in (math.inf, -math.inf) else value for name, value in fields}
-
-
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` is a loopback address or ``localhost``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def is_torchrl(value: Any, name: str) -> bool:
+    """Return whether a class of TorchRL's is among the bases, asked without importing it."""
+    return any(base.__name__ == name and base.__module__.startswith("torchrl.") for base in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""What all commands share: how a command is declared, `--json`, ``--api-key``, exit statuses and one form of errors.
+"""What all commands share: how a command is declared, `--json`, ``--api-key``, exit statuses, one form of errors, signals.
 
 A command is a plain function of a module that imports nothing heavy (torch is imported in function bodies), registered
 with the module's ``app``, a `typer.Typer`. Its docstring is its help, in Markdown. It returns its exit status, most
@@ -11,11 +11,14 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +30,7 @@ from rich.table import Table
 import torchrl_ext
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, StoreError, WeightSyncError
 
-__all__ = ["COMMANDS", "APIKey", "answer", "as_json", "fail", "note", "progress", "run", "table"]
+__all__ = ["COMMANDS", "APIKey", "Interrupts", "answer", "as_json", "fail", "note", "progress", "run", "table"]
 
 COMMANDS = {
     "demo": (
@@ -217,3 +220,55 @@ def _repeated(words: Sequence[str]) -> Iterator[str]:
         listing = word == "--engines" or (listing and (before == "--engines" or address))
         yield word
         before = word
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into `KeyboardInterrupt`, for the length of a ``with`` block in the main thread.
+
+    An update that runs can be finished first (`deferred`), so that no engine stays paused.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[signal.Signals, Any] = {}
+        self._deferring = self._pending = self._ignoring = False
+        self._what = ""
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self, what: str) -> Iterator[None]:
+        """Hold a first signal back until the end of the block; a second one interrupts the block.
+
+        Args:
+            what: what goes on, for the note on standard error.
+        """
+        self._deferring, self._pending, self._what = True, False, what
+        try:
+            yield
+        finally:
+            self._deferring = False
+        if self._pending:
+            raise KeyboardInterrupt
+
+    def ignore(self) -> None:
+        """Ignore signals from now on, since what is left to be done must not be cut short."""
+        self._ignoring = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._ignoring:
+            return
+        if self._deferring and not self._pending:
+            self._pending = True
+            print(f"finishing {self._what} first; interrupt again to abandon it", file=sys.stderr)
+            return
+        raise KeyboardInterrupt

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import Info
-from torchrl_ext.control.connections import each, run
+from torchrl_ext.control.http import each, run
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.control.fleet import Pool
 from torchrl_ext.control.http import normalise_urls
@@ -239,7 +239,7 @@ class RemoteInferenceClient:
             clear_cache: drop the prefix cache as well.
 
         Returns:
-            By address; the body has a ``status``, one of the states of `torchrl_ext.base.types.EngineRow`. `resume`, `sleep`
+            By address; the body has a ``status``, one of the states of `torchrl_ext.base.reports.EngineRow`. `resume`, `sleep`
             and `wake_up` return the same.
 
         Raises:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.base.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.base.types import EngineInfo, Info, Part
+from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.control.port import no_adapters, no_logprobs
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class EngineClient(ABC):
 
     @property
     def proof(self) -> str:
-        """The proof that a confirmed update gives (one of `torchrl_ext.base.types.PROOFS`); for a fleet, the weakest."""
+        """The proof that a confirmed update gives (one of `torchrl_ext.base.reports.PROOFS`); for a fleet, the weakest."""
         return "sent"
 
     @property

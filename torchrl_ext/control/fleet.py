@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, why
-from torchrl_ext.base.types import EngineInfo, EngineRow, Info, Part, label_number, least
+from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
+from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.control.client import EngineClient, _nothing
 
 __all__ = ["Members", "Pool"]
@@ -56,7 +57,7 @@ class Pool(EngineClient):
             w0 + w1, ... A nested pool is replaced by its members.
         members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
             it raises, nothing changes.
-        make: takes an address, and returns a client for the engine that is added; by default `torchrl_ext.connect`.
+        make: takes an address, and returns a client for the engine that is added; None refuses addresses.
 
     Raises:
         ConfigError: no engine, or a repeated address.
@@ -80,7 +81,7 @@ class Pool(EngineClient):
             raise ConfigError("a fleet needs an engine", expected="at least one, or members")
         self.engines = tuple(flat)
         self._wanted: dict[str, EngineClient | str] = dict(zip(urls, flat, strict=True))
-        self._source, self._make = members, make or discovered
+        self._source, self._make = members, make or _refused
         self._meeting: dict[str, Future[EngineClient]] = {}
         self._problems: dict[str, str] = {}  # why a wanted engine, or the function that lists them, is missing
         self._met = False
@@ -101,10 +102,13 @@ class Pool(EngineClient):
         Any thread may call it at any time. Nothing happens for engines that are in the fleet.
 
         Raises:
-            ConfigError: an address is invalid, or a function decides who takes part.
+            ConfigError: an address is invalid, or the fleet was made without ``make`` and takes clients only; or a
+                function decides who takes part.
         """
         self._refuse_change()
         for one in _flat(engines):
+            if isinstance(one, str) and self._make is _refused:
+                _refused(one)
             self._wanted.setdefault(_name(one), one)
 
     def remove(self, *engines: EngineClient | str) -> None:
@@ -481,11 +485,12 @@ def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:
     return [one for engine in engines for one in (engine.engines if isinstance(engine, Pool) else (engine,))]
 
 
-def discovered(url: str, **settings: Any) -> EngineClient:
-    """Return a client for the engine at ``url``, with the settings of `torchrl_ext.connect`."""
-    from torchrl_ext.control.discovery import connect  # which imports this module
-
-    return connect(url, **settings).engines[0]
+def _refused(address: str) -> EngineClient:
+    raise ConfigError(
+        f"this fleet cannot make a client for {address!r}",
+        expected="a client",
+        hint="get the fleet from torchrl_ext.connect, or give it make=",
+    )
 
 
 def _name(engine: EngineClient | str) -> str:

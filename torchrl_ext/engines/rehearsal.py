@@ -22,7 +22,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,12 +32,8 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.data.landing.placement import Landing
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
-from torchrl_ext.engines import rules
-from torchrl_ext.engines.known_weights import changed, chosen_positions, content, reverting_changes
+from torchrl_ext.engines import runtime
 from torchrl_ext.engines.runtime import Reading
-
-if TYPE_CHECKING:
-    from torchrl_ext.engines.loader import EngineLoader
 
 __all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "rehearse"]
 
@@ -45,6 +41,46 @@ log = logging.getLogger("torchrl_ext")
 
 _NAMED = 5  # layers that an error lists
 _MOST = 10  # rows of a summary
+
+class Model(Protocol):
+    """What a rehearsal asks of a worker's model; `torchrl_ext.engines.loader.EngineModel` says what each part means."""
+
+    module: Any
+
+    @property
+    def repairs(self) -> Mapping[str, Any]: ...
+
+    def readings(self) -> Iterable[Reading]: ...
+
+
+class Rehearsed(Protocol):
+    """The loader whose road is rehearsed: `torchrl_ext.engines.loader.EngineLoader`.
+
+    Attributes:
+        repairs: names of the model's repairs that its loads make.
+        repaired: the repairs that the last load made, by layer.
+        takes_slices: workers get slices of tensors.
+    """
+
+    repairs: frozenset[str]
+    repaired: dict[str, str]
+    takes_slices: bool
+
+    @property
+    def model(self) -> Model: ...
+
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None: ...
+    def landings(self, name: str) -> tuple[Landing, ...]: ...
+    def patchable(self, name: str) -> bool: ...
+    def land_whole(self) -> None: ...
+    def start(self) -> None: ...
+    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None: ...
+    def finish(self) -> None: ...
+    def slices(self) -> Mapping[str, tuple[Block, ...]]: ...
+    def targets(self) -> Mapping[str, Tensor | Sliced]: ...
+    def stage(self, changes: Changes) -> None: ...
+    def commit(self) -> None: ...
+
 
 IN_PLACE, BY_RELOAD, REPAIRED, UNPROVEN, REFUSED = "in place", "by reload", "repaired", "unproven", "refused"
 
@@ -78,7 +114,7 @@ class Rehearsal:
         changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
         restored: the engine holds what it was started with.
         loads: loads of the whole model.
-        rules: those of `torchrl_ext.engines.rules.RULES` that decided something, each with the tensors or places.
+        rules: those of `torchrl_ext.engines.runtime.RULES` that decided something, each with the tensors or places.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -145,7 +181,7 @@ class Rehearsal:
         }
 
 
-def rehearse(loader: EngineLoader) -> Rehearsal:
+def rehearse(loader: Rehearsed) -> Rehearsal:
     """Try the route of an update on a paused engine, as the docstring of this module says, and return the result.
 
     Args:
@@ -180,7 +216,7 @@ class _Attempt:
     restored: bool = True
 
 
-def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tuple[str, ...]) -> _Attempt:
+def _attempt(loader: Rehearsed, start: _Start, cold: _Snapshot, repairs: tuple[str, ...]) -> _Attempt:
     found = _Attempt()
     loader.repairs = frozenset(repairs)
     try:
@@ -212,7 +248,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tupl
     return found
 
 
-def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
+def _take_back(loader: Rehearsed, start: _Start, cold: _Snapshot) -> bool:
     """Undo what was changed, as a delta lands; return whether all is as in the cold start."""
     try:
         loader.stage(reverting_changes(lambda: iter(start), start.digests, loader.patchable))
@@ -226,13 +262,13 @@ def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     return not left
 
 
-def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
+def _load(loader: Rehearsed, pairs: Iterable[tuple[str, Tensor]]) -> None:
     loader.start()
     loader.load(_as_sent(loader, pairs) if loader.takes_slices else pairs)
     loader.finish()
 
 
-def _as_sent(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _as_sent(loader: Rehearsed, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors as a transport that brings slices would hand them over."""
     slices, targets = loader.slices(), loader.targets()
     for name, tensor in pairs:
@@ -254,7 +290,7 @@ class _Start:
         rules: the rules that decided something -> what they were applied to.
     """
 
-    def __init__(self, loader: EngineLoader, cold: _Snapshot) -> None:
+    def __init__(self, loader: Rehearsed, cold: _Snapshot) -> None:
         self._loader = loader
         self.digests: dict[str, str] = {}
         self.arriving: dict[str, _Arriving] = {}
@@ -339,7 +375,7 @@ class _Snapshot:
         return found
 
 
-def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot) -> dict[str, str]:
+def _unreached(loader: Rehearsed, start: _Start, cold: _Snapshot) -> dict[str, str]:
     """Return the layers in which something stayed although every tensor of the checkpoint changed, each with why."""
     now = {reading.key: reading for reading in loader.model.readings()}  # held: a kernel may put others in their place
     moved = _Snapshot(now.values(), contents=True)
@@ -391,9 +427,9 @@ def _excuse(reading: Reading, placed: bool) -> str:
         reading: a tensor in which no checkpoint tensor is known to land.
         placed: it is known where checkpoint tensors land.
     """
-    if not rules.is_varied(reading.tensor):
+    if not runtime.is_varied(reading.tensor):
         return "uniform"
-    if rules.is_table(reading.key):
+    if runtime.is_table(reading.key):
         return "table"
     if reading.derived:
         return "vector" if reading.tensor.dim() <= 1 else ""
@@ -415,14 +451,14 @@ def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
     first = offset // max(1, strides[0]) if len(sizes) > 1 else 0
     rows = slice(first, first + sizes[0]) if len(sizes) > 1 else slice(None)
     differ = (before[:, rows] != after[:, rows]).any(0)
-    return bool(differ.float().mean() > rules.DIFFERING) if differ.numel() else True
+    return bool(differ.float().mean() > runtime.DIFFERING) if differ.numel() else True
 
 
 def _is_copy(tensor: Tensor, of: Tensor) -> bool:
     """Return whether the sampled values of ``tensor``, in any order, are values of another one, or its padding."""
     if of.is_complex():
         return False
-    sample = rules.sample(tensor)
+    sample = runtime.sample(tensor)
     every = of.detach().to(tensor.device, tensor.dtype).float().reshape(-1)
     return bool((torch.isin(sample, every) | (sample == 0)).all())
 
@@ -431,7 +467,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
+def _verdicts(loader: Rehearsed, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
     unproven = start.rules.get("bound", set())
     for layer in dict.fromkeys((*start.layers, *attempt.wrong, *sorted(unproven))) or ("",):
         verdict, why = BY_RELOAD, ""
@@ -439,7 +475,7 @@ def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterato
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
         elif layer in unproven:
-            verdict, why = UNPROVEN, f"more than {rules.OBJECTS:,} objects lie below it, and not all were searched"
+            verdict, why = UNPROVEN, f"more than {runtime.OBJECTS:,} objects lie below it, and not all were searched"
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]
         elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):
@@ -447,9 +483,102 @@ def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterato
         yield Layer(name=layer or "the model", kernel=_kernel(loader, layer), verdict=verdict, why=why)
 
 
-def _kernel(loader: EngineLoader, layer: str) -> str:
+def _kernel(loader: Rehearsed, layer: str) -> str:
     """Name what computes in the module at ``layer``."""
     module = loader.model.module.get_submodule(layer)
     method = getattr(module, "quant_method", None)
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     return ", ".join(type(part).__name__ for part in (module, method, experts) if part is not None)
+
+
+_AT_ONCE = 1 << 22  # elements
+
+_PERIOD, _EVERY, _SMALL = 257, 32, 1 << 14
+
+
+def start_tensors(
+    start: Iterable[tuple[str, Tensor]], params: Iterable[ParamMeta], own: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a start checkpoint that an update has, too; in the update's dtypes if that loses nothing.
+
+    Args:
+        start: a pass over the checkpoint.
+        params: the update's.
+        own: dtype in which the engine computes.
+    """
+    dtypes = {meta.name: meta.dtype for meta in params}
+    for name, tensor in start:
+        if name in dtypes:
+            exact = dtypes[name] == own or keeps_values(tensor.dtype, dtypes[name])
+            yield name, tensor.to(dtypes[name]) if exact else tensor
+
+
+def chosen_positions(name: str, tensor: Tensor) -> Tensor:
+    """Return which elements of a checkpoint tensor a rehearsal changes: int64, shape (k,), increasing.
+
+    All of a small one; of a large one about one in 32, with a prime period that no layout of a kernel shares, so that a
+    delta's staging stays small. None where the rule ``indices`` applies: a loader may use the values.
+    """
+    count = tensor.numel()
+    values = tensor.is_floating_point() or tensor.is_complex()
+    if not values and (count < _EVERY or tensor.dtype is torch.bool or name.endswith("g_idx")):
+        return torch.empty(0, dtype=torch.int64)
+    if count <= _SMALL:
+        return torch.arange(count)
+    pattern = torch.arange(0, _PERIOD, _EVERY)
+    whole = torch.arange(0, count, _PERIOD).unsqueeze(1) + pattern
+    return whole.reshape(-1)[: int((whole.reshape(-1) < count).sum())]
+
+
+def changed(name: str, tensor: Tensor) -> Tensor:
+    """Return a copy of a checkpoint tensor that is changed at its `chosen_positions`.
+
+    Floats come nearer to zero by a factor that differs between neighbours (no value overflows, no scale turns
+    negative), zeros become small; integers lose or gain their lowest bit.
+    """
+    where = chosen_positions(name, tensor)
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    if tensor.is_floating_point() or tensor.is_complex():
+        factor = 0.5 + 0.25 * ((where * 7919) % _PERIOD) / _PERIOD
+        old = flat[where].to(torch.complex128 if tensor.is_complex() else torch.float64)
+        flat[where] = torch.where(old == 0, 0.01 * factor, old * factor).to(tensor.dtype)
+    elif where.numel():  # bool has no last bit
+        flat[where] = flat[where] ^ 1
+    return flat.reshape(tensor.shape)
+
+
+def reverting_changes(
+    start: Callable[[], Iterable[tuple[str, Tensor]]], digests: Mapping[str, str], sparse: Callable[[str], bool]
+) -> Changes:
+    """Return the changes that lead from the changed checkpoint back to the start checkpoint.
+
+    Args:
+        start: makes a pass over the start checkpoint.
+        digests: digest of each of its tensors, 32 hex digits.
+        sparse: whether changes of a tensor are written element by element. Of other tensors, and of complex ones, which
+            a delta brings whole, the changes only say that something changed.
+    """
+
+    def patches(wanted: Callable[[str], bool]) -> Iterator[StreamPatch]:
+        for name, tensor in start():
+            meta = ParamMeta.of(name, tensor)
+            where = chosen_positions(name, tensor).numpy()
+            where = where if sparse(name) and not meta.dtype.is_complex else where[:1]
+            if where.size and wanted(name):
+                table = ParamTable.of((meta,))
+                yield StreamPatch(table, 0, 0, table.streams[0].size, where, units(tensor)[where], steps=False)
+
+    def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        wanted = frozenset(names)
+        return ((name, tensor) for name, tensor in start() if name in wanted)
+
+    return Changes(patches=patches, digests=digests, whole=whole)
+
+
+def content(tensor: Tensor) -> PositionDigest:
+    """Return the sums of the elements' bits and of their squares, modulo 2^64, which do not depend on their order."""
+    found = PositionDigest()
+    for part in flat_bits(tensor).split(_AT_ONCE):
+        wide = part.to(torch.int64)
+        found = found.plus((int(wide.sum()), int((wide * wide).sum())))
+    return found

@@ -19,10 +19,10 @@ from torch import nn
 
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.base.reports import Spans
-from torchrl_ext.base.types import PROOFS, EngineRow, Info, ParamMeta
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.base.reports import PROOFS, EngineRow
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.data.weights.source import inner_model
-from torchrl_ext.sync.scoring import score
 
 __all__ = ["Compute", "Outputs", "Probe", "bound_of", "gaps", "random_prompts"]
 
@@ -268,3 +268,54 @@ def _vocabulary(model: Any) -> int:
             expected="a registered model of transformers",
             hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.sync.outputs",
         ) from error
+
+
+def score(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the natural-log probability of each token after the first, given those before it.
+
+    One forward pass per prompt, without gradients and in evaluation mode; every submodule gets its own mode back. The
+    logarithm is taken in float32, of logits in the dtype that the model computes in.
+
+    Args:
+        model: a causal LM of `transformers`, or a module that is called like one: ``input_ids`` of shape
+            ``(1, tokens)`` go in, and ``logits`` of shape ``(1, tokens, vocabulary)`` come out.
+        prompts: token ids, each prompt of its own length.
+
+    Returns:
+        Per prompt one number less than it has tokens; NaN and -inf are kept.
+
+    Raises:
+        ConfigError: the model cannot be called so.
+    """
+    return [_score_one(model, prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def _score_one(model: Any, prompt: Sequence[int]) -> list[float]:
+    with _evaluating(model):
+        try:
+            device = next(model.parameters()).device
+            logits = model(input_ids=torch.tensor([list(prompt)], device=device), use_cache=False).logits
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"a {type(model).__name__} computes no log-probabilities of tokens: {error}",
+                expected="a causal LM of transformers",
+                hint="for your own kind of model, give WeightSender(probe=...) a function that computes them",
+            ) from error
+    following = torch.tensor(list(prompt[1:]), device=logits.device)
+    found = logits[0, :-1].float().log_softmax(-1).gather(1, following[:, None])
+    return found[:, 0].tolist()
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Put a module into evaluation mode for the block; anything else has no mode."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode

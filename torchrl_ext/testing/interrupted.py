@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.data.weights.blocks import Shard
-from torchrl_ext.data.weights.source import MappingSource, as_source
+from torchrl_ext.data.weights.source import MappingSource
+from torchrl_ext.data.weights.derived import as_source
 
 __all__ = ["Interrupted"]
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.models import tiny_checkpoint
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.control.serving import launchers
-from torchrl_ext.control.serving.launchers import LocalLauncher
+from torchrl_ext.control.serving import topology as launchers
+from torchrl_ext.control.serving.topology import LocalLauncher
 from torchrl_ext.control.serving.topology import EnginePlan
 
 

@@ -14,8 +14,8 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.control.serving.launchers import LocalLauncher
-from torchrl_ext.control.serving.served import OwnedEngines
+from torchrl_ext.control.serving.topology import LocalLauncher
+from torchrl_ext.control.serving.topology import OwnedEngines
 from torchrl_ext.control.serving.topology import Topology
 
 pytestmark = pytest.mark.engine

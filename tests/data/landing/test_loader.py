@@ -11,7 +11,7 @@ from tests.data.landing.changes import Listed
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.data.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 

@@ -23,7 +23,7 @@ from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.checkpoint_writer import FullWriter
 from torchrl_ext.data.versions.local import LocalStore, _LocalDraft
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 

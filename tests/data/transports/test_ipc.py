@@ -119,7 +119,7 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
     """It let the worker in and announced a version, and its buffer was gone before the worker looked."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(WAIT_S)
-    with closing(create("cpu", 2 * SMALL_BYTES)) as segment:
+    with closing(create(2 * SMALL_BYTES)) as segment:
         welcome = Welcome(session="x", segment=replace(segment.handle, pid=ended.pid))
     announce = Announce(version=1, params=(), load=Load(session="x", handoff=1))
     lines = b"".join(frame(json.dumps(message.to_json()).encode()) for message in (welcome, announce))

@@ -159,7 +159,7 @@ class TestFailures:
 
 class TestHandles:
     def test_a_segment_is_plain_json_shows_what_is_written_and_cannot_be_cut_under_others(self):
-        own = create("cpu", 8192)
+        own = create(8192)
         other = HostHandle.from_json(json.loads(json.dumps(own.handle.to_json()))).attach()
         own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
         assert other.flat[5000:5003].tolist() == [1, 2, 3]
@@ -177,7 +177,7 @@ class TestHandles:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
     def test_another_user_is_refused_with_the_reason(self):
-        with closing(create("cpu", 8192)) as own:
+        with closing(create(8192)) as own:
             assert "belongs to another user" in python(calling(attaches_as_nobody, own.handle.to_json()))
 
     def test_a_file_that_is_not_sealed_memory_is_refused(self, tmp_path):
@@ -334,7 +334,7 @@ def send(draw, stranger, first, others):
 def test_a_trainer_takes_any_hello_and_any_answer(draw):
     address = new_address()
     with (
-        closing(create("cpu", 8192)) as segment,
+        closing(create(8192)) as segment,
         closing(ConnectedWorkers(address, "s", lambda devices: segment)) as connected,
         socket.socket(socket.AF_UNIX) as stranger,
     ):
@@ -351,7 +351,7 @@ def test_a_trainer_takes_any_hello_and_any_answer(draw):
 def test_a_worker_takes_any_message_of_a_trainer(draw):
     worker = IPCWorker(address := new_address(), lambda: ["cpu"])
     orders = (Announce(version=1, params=PARAMS, load=LOAD), Done(handoff=3, bucket=0))
-    with closing(create("cpu", 8192)) as segment, closing(worker), socket.socket(socket.AF_UNIX) as listener:
+    with closing(create(8192)) as segment, closing(worker), socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + address)
         listener.listen()
         with suppress(DeadlineError):
@@ -369,7 +369,7 @@ def test_a_worker_takes_any_message_of_a_trainer(draw):
 
 @given(randoms(use_true_random=False))
 def test_any_handle_is_an_error_or_what_it_says(draw):
-    with closing(create("cpu", 8192)) as segment:
+    with closing(create(8192)) as segment:
         before = len(os.listdir("/proc/self/fd"))
         with suppress(WeightSyncError):
             HostHandle.from_json(worse_json(plain(segment.handle), draw)).attach().close()

@@ -18,7 +18,7 @@ from tests.processes import calling, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.data.transports.base import Arrival
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import WAIT_S
 
 root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker

@@ -16,7 +16,7 @@ import torchrl_ext as tx
 from tests.data.weights.ranks import Policy, sharded
 from tests.ranks import on_ranks, raises_if
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError, UpdateError
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 

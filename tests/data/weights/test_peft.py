@@ -12,7 +12,8 @@ from tests.models import tiny_model
 from tests.processes import python
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.data.weights.peft import PeftSource
-from torchrl_ext.data.weights.source import as_source, checked
+from torchrl_ext.data.weights.source import checked
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import same_bits
 
 peft = pytest.importorskip("peft")
@@ -115,7 +116,7 @@ def test_other_tuners_are_refused():
 
 def test_asking_does_not_import_peft():
     python(
-        "import sys, torch; from torchrl_ext.data.weights.source import as_source\n"
+        "import sys, torch; from torchrl_ext.data.weights.derived import as_source\n"
         "as_source(torch.nn.Linear(2, 2)).params(); assert 'peft' not in sys.modules",
         fresh=True,
     )

@@ -14,7 +14,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Join
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.data.landing.loader import as_loader
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines.embedded.engine import Engine
 
 CONTEXT = 4096

@@ -15,7 +15,7 @@ import typer
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.commands.push import check_engines
 from torchrl_ext.cli.frame import answer, note
-from torchrl_ext.cli.interrupts import Interrupts
+from torchrl_ext.cli.frame import Interrupts
 
 if TYPE_CHECKING:
     from torchrl_ext.base.types import EngineInfo, Info
@@ -227,7 +227,7 @@ def _same_weights(model: Any, urls: Sequence[str]) -> bool:
     """
     from torchrl_ext.control.http import HTTPSession
     from torchrl_ext.data.weights.digests import tensor_digest
-    from torchrl_ext.data.weights.source import as_source
+    from torchrl_ext.data.weights.derived import as_source
 
     own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
     for url in urls:

@@ -10,7 +10,7 @@ from typer import Argument, Option, Typer
 
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.cli.frame import answer, note
-from torchrl_ext.cli.interrupts import Interrupts
+from torchrl_ext.cli.frame import Interrupts
 
 __all__ = ["app"]
 

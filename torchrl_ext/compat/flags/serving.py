@@ -9,7 +9,7 @@ from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 
 if TYPE_CHECKING:
-    from torchrl_ext.control.serving.served import Serving
+    from torchrl_ext.control.serving.topology import Serving
     from torchrl_ext.control.serving.topology import Topology
 
 __all__ = ["make_serving"]
@@ -32,7 +32,7 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
         EngineError, DeadlineError: an engine or a router does not answer, or does not start.
     """
     from torchrl_ext.control.serving.processes import reachable
-    from torchrl_ext.control.serving.served import ExternalEngines, OwnedEngines
+    from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines
 
     router: dict[str, Any] = {}
     if config.vllm_router_ip is not None:

@@ -17,7 +17,7 @@ from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.server_info import ServerInfo
 from torchrl_ext.control.port import Port, no_adapters, restated
-from torchrl_ext.control.serving.router_client import refuse_router
+from torchrl_ext.control.serving.router import refuse_router
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,4 +1,7 @@
-"""Run servers as child processes: keep a log, wait for health up to a deadline, and end every descendant."""
+"""Run servers as child processes: keep a log, wait for health up to a deadline, and end every descendant.
+
+An overlay puts our plugin on a server's ``PYTHONPATH``, so that its environment is not changed.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torchrl_ext
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.serving.guard import descendants
-from torchrl_ext.control.serving.overlay import make_overlay, on_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GuardedProcess", "free_port", "reachable", "usable_port"]
+__all__ = ["GuardedProcess", "free_port", "make_overlay", "on_path", "reachable", "usable_port"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -278,3 +281,33 @@ def reachable(host: str) -> str:
     """Return the host, for a URL, at which a local client reaches a server that listens on ``host``."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
+
+
+_PLUGINS = {
+    "vllm.general_plugins": "vllm.register:register",
+    "vllm.endpoint_plugins": "vllm.endpoint:UpdateFromDisk",
+    "sglang.srt.plugins": "sglang.register:register",
+}
+_PACKAGE = Path(torchrl_ext.__file__).resolve().parent
+
+
+def make_overlay(folder: Path) -> Path:
+    """Fill ``folder`` so that an interpreter with it on ``PYTHONPATH`` finds our package and its entry points.
+
+    The layout follows https://packaging.python.org, "Recording installed projects".
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
+    name = "torchrl_ext_overlay"  # not the package's own: Python sees only the first of two distributions with one name
+    info = folder / f"{name}-{torchrl_ext.__version__}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {torchrl_ext.__version__}\n")
+    groups = (f"[{group}]\ntorchrl_ext = torchrl_ext.engines.{target}\n" for group, target in _PLUGINS.items())
+    (info / "entry_points.txt").write_text("".join(groups))
+    return folder
+
+
+def on_path(overlay: Path, path: str | None = None) -> str:
+    """Return ``path`` (None uses this process's ``PYTHONPATH``) with ``overlay`` in front."""
+    path = os.environ.get("PYTHONPATH") if path is None else path
+    return os.pathsep.join([str(overlay), *filter(None, (path or "").split(os.pathsep))])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.control.serving.processes import GuardedProcess, free_port
-from torchrl_ext.control.serving.router import RouterSpec
+from torchrl_ext.control.serving.server import RouterSpec
 from torchrl_ext.control.serving.server import StockSpec, as_flags, start
 
 __all__ = ["SGLangRouterSpec", "SGLangServer", "SGLangSpec"]

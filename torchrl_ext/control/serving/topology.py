@@ -1,4 +1,4 @@
-"""Read the YAML file that plans a training job's engines: models, server groups, devices, overrides.
+"""A training job's models and engines: planned in a YAML file, started or found, and served behind routers.
 
 The keys and their resolution are those of the options ``--vllm-config`` and ``--sglang-config`` of the seeds::
 
@@ -16,20 +16,31 @@ The keys and their resolution are those of the options ``--vllm-config`` and ``-
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import torch
 
+from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.base.types import described
+from torchrl_ext.base.types import EngineInfo, described
+from torchrl_ext.control.discovery import discover
+from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.routing import Routing
+from torchrl_ext.control.serving.server import EngineSpec, start
 
-__all__ = ["EnginePlan", "ModelPlan", "Topology", "check_pools"]
+__all__ = ["EnginePlan", "ExternalEngines", "LocalLauncher", "ModelPlan", "OwnedEngines", "Serving", "Topology"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -186,16 +197,239 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
     return ModelPlan(name=name, update_weights=follows, engines=tuple(plans))
 
 
-def check_pools(whose: str, types: Collection[str]) -> None:
-    """Check that one router can serve these worker types together.
+class LocalLauncher:
+    """Starts engines as processes on this machine, each with its own devices.
+
+    Overrides that name a field of the engine's spec set that field; others become arguments of the server. A plan's
+    device numbers index the devices of this process: if its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is GPU 4.
+    Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
+
+    Args:
+        log_folder: directory for one log file per engine; None uses temporary files.
+        api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
+            Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
+        settings: fields of every engine's spec, such as ``dtype`` or ``python``; a plan's overrides take precedence.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_folder: str | Path | None = None,
+        api_key: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.api_key = api_key
+        self._log_folder = None if log_folder is None else Path(log_folder)
+        self._settings = settings
+
+    def launch(self, plan: EnginePlan, *, cancel: threading.Event | None = None) -> GuardedProcess:
+        """Start an engine and wait until it is healthy.
+
+        Args:
+            plan: the engine to start.
+            cancel: another thread sets it to cancel the start, which then raises soon.
+
+        Raises:
+            ConfigError: the plan cannot work here.
+            EngineError, DeadlineError: the engine ended while starting, or the start was cancelled or timed out.
+        """
+        make: type[EngineSpec] = engines.part(plan.kind, "server")
+        try:
+            wanted: dict[str, Any] = {**self._settings, **make.role(plan.worker_type), **plan.overrides}
+            environ = _pinned(plan)
+            if self.api_key is not None and make.key_variable is not None:
+                environ[make.key_variable] = self.api_key
+            elif self.api_key is not None:
+                wanted.setdefault("api_key", self.api_key)
+            wanted["environ"] = {**environ, **wanted.get("environ", {})}
+            if self._log_folder is not None:
+                self._log_folder.mkdir(parents=True, exist_ok=True)
+                wanted.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
+            if "tensor_parallel_size" in make.settings():
+                wanted.setdefault("tensor_parallel_size", len(plan.gpus))
+            elif len(plan.gpus) > 1:
+                raise ConfigError(f"an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
+            spec = make(plan.model_path, cancel=cancel, **_fields(make, wanted))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{plan.name}: {error.what}", expected=error.expected, state="it was not started", hint=error.hint
+            ) from None
+        return start(spec)
+
+
+def _pinned(plan: EnginePlan) -> dict[str, str]:
+    """Return ``CUDA_VISIBLE_DEVICES`` for a plan's engine; empty if this process sees no device."""
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if visible is None else (name.strip() for name in visible.split(","))
+    devices = tuple(names)[:count]
+    if not devices:
+        return {}
+    beyond = [number for number in plan.gpus if number >= len(devices)]
+    if beyond:
+        raise ConfigError(
+            f"it needs device {beyond[0]} of the job",
+            expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
+            hint="let the job see more devices, or plan with fewer",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
+
+
+def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec's fields; settings that are not fields become ``extra_args``."""
+    known = make.settings()
+    found = {name: value for name, value in wanted.items() if name in known}
+    others = {name: value for name, value in wanted.items() if name not in known}
+    if others and "extra_args" not in known:
+        raise ConfigError(
+            f"an engine of kind {make.name!r} has no setting {', '.join(sorted(others))}",
+            expected=f"some of {', '.join(known)}",
+        )
+    words = [word for name, value in others.items() for word in _argument(make, name, value)]
+    return {**found, "extra_args": (*found.get("extra_args", ()), *words)} if words else found
+
+
+def _argument(make: type[EngineSpec], name: str, value: Any) -> list[str]:
+    """Return command-line words: ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, None nothing."""
+    flag = name.replace("_", "-")
+    if value is False and not make.negates:
+        raise ConfigError(
+            f"an engine of kind {make.name!r} has no argument that makes {name} false",
+            expected="true, or another value",
+            hint="leave it out, so that the engine's own default applies",
+        )
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [] if value is None else [f"--{flag}", *map(str, words)]
+
+
+class Serving:
+    """Holds a job's models by name, each behind a router; a context manager that ends its routers and engines.
+
+    Args:
+        engines: the processes of owned engines, by the names of their plans; `shutdown` ends them.
+
+    Attributes:
+        models: the routing of each model, by name.
+    """
+
+    def __init__(self, engines: Mapping[str, GuardedProcess] | None = None) -> None:
+        self.engines = dict(engines or {})
+        self.models: dict[str, Routing] = {}
+
+    def model(self, name: str) -> Routing:
+        """Return the routing of the model called ``name``.
+
+        Raises:
+            ConfigError: there is no such model; the message lists the names.
+        """
+        if name not in self.models:
+            raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
+        return self.models[name]
+
+    def updatable(self) -> dict[str, Routing]:
+        """Return the routings of models that follow the trainer, by name."""
+        return {name: model for name, model in self.models.items() if model.update_weights}
+
+    def shutdown(self) -> None:
+        """End our routers and engines. May be called twice."""
+        for model in self.models.values():  # routers first
+            model.close()
+        ends = [in_thread(engine.stop, f"stop {name}") for name, engine in self.engines.items()]
+        for end in ends:
+            end.result()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+
+
+def ExternalEngines(*addresses: str, router: str | None = None, **settings: Any) -> Serving:
+    """Serve the model ``default`` with running engines; start a router unless one is given.
+
+    Args:
+        addresses: ``host:port`` of each engine.
+        router: ``host:port`` of a running router.
+        settings: for `Routing`.
 
     Raises:
-        ConfigError: one pool lacks the other, or pools are mixed with regular engines; the error starts with ``whose``.
+        ConfigError, EngineError, DeadlineError: as for `Routing.over`.
     """
-    pools = {"prefill", "decode"}.intersection(types)
-    if len(pools) == 1:
-        raise ConfigError(f"{whose} has {pools.pop()} engines only", expected="prefill and decode engines")
-    if pools and "regular" in types:
+    serving = Serving()
+    serving.models["default"] = Routing.over(*addresses, router=router, **settings)
+    return serving
+
+
+def OwnedEngines(
+    topology: Topology | str | Path,
+    *,
+    hf_checkpoint: str | Path | None = None,
+    launcher: LocalLauncher | None = None,
+    router: Mapping[str, Any] | None = None,
+) -> Serving:
+    """Start a topology's engines and routers, which the returned `Serving` ends.
+
+    Args:
+        topology: a topology, or the path of its YAML file (then with ``hf_checkpoint``).
+        hf_checkpoint: see `Topology.parse`.
+        launcher: starts the engines; None uses a `LocalLauncher` without settings.
+        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require a key other than
+            the launcher's; or ``{"router": address}`` of a running router, for a topology of one model.
+
+    Raises:
+        ConfigError, EngineError, DeadlineError: something could not be started; everything else was ended.
+    """
+    if not isinstance(topology, Topology):
+        topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
+    launcher = launcher or LocalLauncher()
+    settings = {"api_key": launcher.api_key, **(router or {})}
+    if "router" not in settings:
+        settings.setdefault("kind", topology.kind)
+    elif len(topology.models) > 1:
         raise ConfigError(
-            f"{whose} has both pools and regular engines", expected="one or the other", hint="two routers"
+            f"{', '.join(model.name for model in topology.models)} each need a router, but only one is given",
+            state="nothing was started",
+            hint="leave it out",
         )
+    serving = Serving(_started([plan for model in topology.models for plan in model.engines], launcher))
+    try:
+        for model in topology.models:
+            serving.models[model.name] = _routed(model, serving.engines, **settings)
+    except BaseException:
+        serving.shutdown()
+        raise
+    return serving
+
+
+def _started(plans: Sequence[EnginePlan], launcher: LocalLauncher) -> dict[str, GuardedProcess]:
+    """Start engines at the same time; the first failure cancels the other starts, and ends what has started."""
+    over = threading.Event()
+    starts = {
+        plan.name: in_thread(partial(launcher.launch, plan, cancel=over), f"launch {plan.name}") for plan in plans
+    }
+    try:
+        for start in as_completed(starts.values()):
+            start.result()
+    except BaseException:
+        over.set()
+        for start in starts.values():
+            with suppress(Exception):  # it did not start
+                start.result().stop()
+        raise
+    return {name: start.result() for name, start in starts.items()}
+
+
+def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], **settings: Any) -> Routing:
+    """Put the engines of a model behind a router."""
+    urls = {plan.name: processes[plan.name].url for plan in model.engines}
+    # the choice of a transport needs the engines' capabilities; a router needs the prefill engines' bootstrap ports
+    asked = [urls[plan.name] for plan in model.engines if model.update_weights or plan.worker_type == "prefill"]
+    found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
+    infos = []
+    for plan in model.engines:
+        url = urls[plan.name]
+        planned = EngineInfo(url=url, kind=plan.kind, num_gpus=len(plan.gpus), model=plan.model_path)
+        infos.append(replace(found.get(url, planned), kind=plan.kind, worker_type=plan.worker_type))
+    return Routing(infos, name=model.name, update_weights=model.update_weights and bool(infos), **settings)

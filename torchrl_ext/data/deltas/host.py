@@ -1,4 +1,4 @@
-"""Kernels for the host: loops compiled by numba."""
+"""Kernels for the host, loops compiled by numba; and which kernels work on which device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_ext.data.deltas.kernels import UNSIGNED, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
 
-__all__ = ["HostKernels"]
+__all__ = ["HostKernels", "kernels_on"]
 
 
 @final
@@ -81,3 +81,11 @@ class HostKernels(Kernels):
         found, (addresses, ends, offsets) = torch.empty_like(writes.ends), writes[1:4]
         write(addresses.numpy(), ends.numpy(), offsets.numpy(), unsigned(writes.values), found.numpy())
         return found
+
+
+@functools.cache
+def kernels_on(device: torch.device) -> Kernels:
+    """Return the kernels for tensors on ``device``: numba's loops on the host, else torch's operators."""
+    if device.type == "cpu":
+        return HostKernels()
+    return TorchKernels()

@@ -1,4 +1,4 @@
-"""Loops over the bits of tensors: what every implementation offers, and which one works on which device.
+"""Loops over the bits of tensors: what every implementation offers.
 
 An implementation lands changes and keeps digests. Tensors come as *bits*: integers of their elements' width (uint8,
 int16, int32, int64), so that NaN payloads and -0.0 count. All implementations return the same, bit for bit;
@@ -31,7 +31,6 @@ __all__ = [
     "Words",
     "Writes",
     "flat_bits",
-    "kernels_on",
     "linear_keys",
     "unsigned",
 ]
@@ -263,15 +262,3 @@ class Kernels(ABC):
     @abstractmethod
     def write(self, writes: Writes) -> Tensor:
         """Write a list, and return the `sums` of what stands there then; no two of its elements are the same memory."""
-
-
-@functools.cache
-def kernels_on(device: torch.device) -> Kernels:
-    """Return the kernels for tensors on ``device``: numba's loops on the host, else torch's operators."""
-    if device.type == "cpu":
-        from torchrl_ext.data.deltas.host import HostKernels
-
-        return HostKernels()
-    from torchrl_ext.data.deltas.torch_ops import TorchKernels
-
-    return TorchKernels()

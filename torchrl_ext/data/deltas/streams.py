@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import Recorded, recorded, wait_for
-from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, kernels_on, linear_keys, unsigned
+from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas.host import kernels_on
 from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.data.deltas.table import ParamTable, Stream
 from torchrl_ext.data.deltas.units import unit_of

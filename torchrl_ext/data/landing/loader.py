@@ -18,43 +18,12 @@ from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest, tensor_digest
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
 from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
-from torchrl_ext.data.weights.source import (
-    MappingSource,
-    ModuleSource,
-    full,
-    inner_model,
-    is_distributed,
-    is_mapping,
-    is_tensordict_module,
-    named_tensors,
-    same_memory,
-)
+from torchrl_ext.data.weights.source import MappingSource, ModuleSource, full, inner_model, is_distributed, is_mapping, is_tensordict_module, named_tensors, same_memory
 
 if TYPE_CHECKING:
     from torchrl_ext.data.landing.patcher import Patcher
 
-__all__ = ["Changes", "Patchable", "Rehearsable", "Sliceable", "TensorsLoader", "WeightLoader", "as_loader"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """The changes that lead a model from one version to another, merged so that no element occurs twice.
-
-    Attributes:
-        patches: iterates once over the changes. It takes a function that says whether a changed tensor is wanted, and
-            skips blocks without a wanted tensor; other blocks may include changes of unwanted tensors.
-        digests: digest of every tensor after the changes, 32 hex digits, by name.
-        whole: returns the named tensors as they are after the changes, for tensors that are not patchable.
-        held, reached: run id and number of the first and the last version.
-        params: every parameter of the model, in order.
-    """
-
-    patches: Callable[[Callable[[str], bool]], Iterator[StreamPatch]]
-    digests: Mapping[str, str]
-    whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
-    held: tuple[str, int] = ("", 0)
-    reached: tuple[str, int] = ("", 0)
-    params: tuple[ParamMeta, ...] = ()
+__all__ = ["Patchable", "Rehearsable", "Sliceable", "TensorsLoader", "WeightLoader", "as_loader"]
 
 
 class WeightLoader(ABC):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
-from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, kernels_on, linear_keys
+from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, linear_keys
+from torchrl_ext.data.deltas.host import kernels_on
 from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, Stream, unit_bytes
@@ -29,7 +30,7 @@ from torchrl_ext.data.weights.view import View
 
 if TYPE_CHECKING:
     from torchrl_ext.base.types import ParamMeta
-    from torchrl_ext.data.landing.loader import Changes
+    from torchrl_ext.data.landing.changes import Changes
 
 __all__ = ["READ_BACK_VERSIONS", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
 

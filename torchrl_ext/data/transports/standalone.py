@@ -11,7 +11,8 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.loader import as_loader
 from torchrl_ext.data.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
-from torchrl_ext.data.weights.source import as_source, inner_model
+from torchrl_ext.data.weights.source import inner_model
+from torchrl_ext.data.weights.derived import as_source
 
 __all__ = ["Mailbox", "StandaloneTransport"]
 

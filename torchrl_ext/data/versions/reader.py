@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.patch import Patch, apply_patch
-from torchrl_ext.data.landing.loader import Changes
+from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.data.versions.folders import Held

@@ -24,7 +24,7 @@ from torchrl_ext.data.weights.blocks import Block, Shard
 from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.data.weights.tensorfile import TensorFile
 
-__all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "model_files", "opened", "revised", "with_dtype"]
+__all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "opened", "revised", "with_dtype"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -93,28 +93,6 @@ def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
         and not file.name.endswith(_NOT_COMPANIONS)
         and file.is_file()
     }
-
-
-def model_files(module: nn.Module) -> Mapping[str, bytes]:
-    """Return ``config.json`` (and ``generation_config.json``) of the `transformers` model in ``module``, else nothing.
-
-    Never imports transformers. The fields that ``save_pretrained`` adds (``architectures``, ``dtype``) are added to
-    what is written, not to the live config.
-    """
-    if "transformers" not in sys.modules:
-        return {}
-    from transformers import PreTrainedModel
-
-    model = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
-    if model is None:
-        return {}
-    config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
-    config["dtype"] = dtype_name(model.dtype)
-    files = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
-    if model.can_generate() and model.generation_config is not None:
-        files["generation_config.json"] = model.generation_config.to_json_string().encode()
-    return files
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, bytes]:

@@ -20,7 +20,11 @@ from torchrl_ext.data.weights.hf_names import Group, groups_of, shards_of_part
 from torchrl_ext.data.weights.peft import PeftSource
 from torchrl_ext.data.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order
 
-__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted"]
+__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "as_source", "converted"]
+
+log = logging.getLogger("torchrl_ext")
+
+_examined: WeakSet[nn.Module] = WeakSet()  # modules whose extra state was looked for
 
 
 class MappedSource(WeightSource):
@@ -244,3 +248,40 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
         if not names & (sources - others) and names & (others - sources):  # checkpoint names, some known here as well
             return source
     return ConvertedSource(source, groups) if groups else source
+
+
+def as_source(weights: Any) -> WeightSource:
+    """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
+
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.data.weights.hf_names`); a wrapper is
+    replaced by its `inner_model`.
+
+    Raises:
+        ConfigError: the type is not supported, or FSDP1 holds the module in pieces.
+    """
+    if isinstance(weights, WeightSource):
+        return weights
+    weights = inner_model(weights)
+    if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
+        require_whole(weights)
+        _tell_of_extra_state(weights)
+        return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
+    if is_mapping(weights) or is_tensordict_module(weights):
+        return MappingSource(weights)
+    if isinstance(weights, (str, os.PathLike)):
+        return CheckpointSource(weights)
+    raise ConfigError(
+        f"a {type(weights).__name__} holds no weights that can be sent",
+        expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
+    )
+
+
+def _tell_of_extra_state(module: nn.Module) -> None:
+    """Warn once of what a module has beside its parameters and buffers, which is not sent."""
+    if module in _examined:
+        return
+    _examined.add(module)
+    inherited, parts = nn.Module.get_extra_state, module.named_modules()
+    found = [unwrapped(path) or "the model" for path, part in parts if type(part).get_extra_state is not inherited]
+    if found:
+        log.warning("get_extra_state of %s is not sent: only parameters and buffers are", ", ".join(found))

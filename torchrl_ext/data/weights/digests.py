@@ -37,7 +37,8 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.kernels import Piece, Words, flat_bits, kernels_on
+from torchrl_ext.data.deltas.kernels import Piece, Words, flat_bits
+from torchrl_ext.data.deltas.host import kernels_on
 from torchrl_ext.data.weights.view import Block, View
 
 __all__ = ["PositionDigest", "block_words", "byte_view", "digest_of", "position_digest", "tensor_digest"]

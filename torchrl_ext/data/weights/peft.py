@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.base.errors import ConfigError, ManifestError
-from torchrl_ext.data.weights.checkpoint import model_files
-from torchrl_ext.data.weights.source import Row, RowSource, full, named_tensors, same_memory
+from torchrl_ext.data.weights.source import Row, RowSource, full, model_files, named_tensors, same_memory
 
 __all__ = ["PeftSource", "is_peft"]
 

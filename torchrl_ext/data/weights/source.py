@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from itertools import count, starmap
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,13 @@ from torchrl_ext.base.types import ParamMeta, Part
 from torchrl_ext.data.weights.blocks import Block, Shard
 from torchrl_ext.data.weights.dtensor import require_whole, shards_of_dtensor
 
-__all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
+__all__ = ["MappingSource", "ModuleSource", "WeightSource", "checked", "inner_model"]
 
 log = logging.getLogger("torchrl_ext")
 
 _CAST = 1 << 20  # elements
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_examined: WeakSet[nn.Module] = WeakSet()  # modules whose extra state was looked for
 
 
 class WeightSource(ABC):
@@ -435,9 +433,29 @@ class ModuleSource(_TensorsSource):
         self._module, self.tensors = module, partial(named_tensors, module)
 
     def files(self) -> Mapping[str, bytes]:
-        from torchrl_ext.data.weights.checkpoint import model_files
-
         return model_files(self._module)
+
+
+def model_files(module: nn.Module) -> Mapping[str, bytes]:
+    """Return ``config.json`` (and ``generation_config.json``) of the `transformers` model in ``module``, else nothing.
+
+    Never imports transformers. The fields that ``save_pretrained`` adds (``architectures``, ``dtype``) are added to
+    what is written, not to the live config.
+    """
+    if "transformers" not in sys.modules:
+        return {}
+    from transformers import PreTrainedModel
+
+    model = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
+    if model is None:
+        return {}
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+    config["dtype"] = dtype_name(model.dtype)
+    files = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
+    if model.can_generate() and model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string().encode()
+    return files
 
 
 def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -462,48 +480,6 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def as_source(weights: Any) -> WeightSource:
-    """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
-
-    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.data.weights.hf_names`); a wrapper is
-    replaced by its `inner_model`.
-
-    Raises:
-        ConfigError: the type is not supported, or FSDP1 holds the module in pieces.
-    """
-    if isinstance(weights, WeightSource):
-        return weights
-    weights = inner_model(weights)
-    if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
-        from torchrl_ext.data.weights.derived import converted
-        from torchrl_ext.data.weights.peft import PeftSource, is_peft
-
-        require_whole(weights)
-        _tell_of_extra_state(weights)
-        return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
-    if is_mapping(weights) or is_tensordict_module(weights):
-        return MappingSource(weights)
-    if isinstance(weights, (str, os.PathLike)):
-        from torchrl_ext.data.weights.checkpoint import CheckpointSource
-
-        return CheckpointSource(weights)
-    raise ConfigError(
-        f"a {type(weights).__name__} holds no weights that can be sent",
-        expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
-    )
-
-
-def _tell_of_extra_state(module: nn.Module) -> None:
-    """Warn once of what a module has beside its parameters and buffers, which is not sent."""
-    if module in _examined:
-        return
-    _examined.add(module)
-    inherited, parts = nn.Module.get_extra_state, module.named_modules()
-    found = [unwrapped(path) or "the model" for path, part in parts if type(part).get_extra_state is not inherited]
-    if found:
-        log.warning("get_extra_state of %s is not sent: only parameters and buffers are", ", ".join(found))
-
-
 def inner_model(model: Any) -> Any:
     """Return the model that an engine serves, without its wrappers.
 
@@ -519,11 +495,6 @@ def inner_model(model: Any) -> Any:
             model = model.model
         else:
             return model
-
-
-def is_torchrl(value: Any, name: str) -> bool:
-    """Return whether a class of TorchRL's is among the bases, asked without importing it."""
-    return any(base.__name__ == name and base.__module__.startswith("torchrl.") for base in type(value).__mro__)
 
 
 def is_tensordict_module(value: Any) -> bool:

@@ -23,7 +23,7 @@ from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.scoring import score
+from torchrl_ext.sync.outputs import score
 
 __all__ = ["Engine"]
 

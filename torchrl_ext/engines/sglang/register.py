@@ -25,7 +25,7 @@ from typing import Any
 from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.messages import Reset, partial_version, read
 from torchrl_ext.base.routes import CHANNEL
-from torchrl_ext.engines.found import enable, started_with
+from torchrl_ext.engines.plugin import enable, started_with
 from torchrl_ext.engines.sglang import routes as sglang_routes
 
 __all__ = ["register"]
@@ -235,7 +235,7 @@ def _together(step: Callable[[], None]) -> None:
     """Take a step on every worker of this server; raise EngineError on all of them where it failed on one."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from torchrl_ext.engines.agreement import agree
+    from torchrl_ext.engines.plugin import agree
     from torchrl_ext.sync.worker_end import together
 
     together(lambda words: agree(words, get_tp_group().cpu_group), step)  # SGLang would return the first answer alone

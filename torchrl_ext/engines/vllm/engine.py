@@ -30,7 +30,7 @@ from torchrl_ext.base.errors import EngineError, EngineRefusedError
 from torchrl_ext.base.messages import Finish, Join, Reset, Start, read
 from torchrl_ext.base.routes import ANSWERS, OPEN_UPDATE, escaped, one_by_one
 from torchrl_ext.base.types import Info
-from torchrl_ext.engines.agreement import agree
+from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.vllm.model import VLLMModel
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of

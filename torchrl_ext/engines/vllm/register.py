@@ -17,7 +17,7 @@ from typing import Any
 
 from torchrl_ext.base.messages import partial_version
 from torchrl_ext.base.routes import ANSWERS, BACKEND, TAKE_OVER, out_of_step
-from torchrl_ext.engines.found import enable
+from torchrl_ext.engines.plugin import enable
 
 __all__ = ["register", "register_trainers"]
 

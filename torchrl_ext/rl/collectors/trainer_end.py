@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torchrl_ext.base.deadline import one_at_a_time
 from torchrl_ext.base.errors import (
@@ -17,11 +17,12 @@ from torchrl_ext.base.errors import (
     UpdateError,
     WeightSyncError,
 )
-from torchrl_ext.base.types import Info, SyncReport
+from torchrl_ext.base.types import Info
+from torchrl_ext.base.reports import Logs, SyncReport
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Pool
 from torchrl_ext.data.transports.links import Link
-from torchrl_ext.data.weights.source import as_source
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.rl.collectors.hub import Hub
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.rl.collectors.torchrl_private import ended_workers, model_of
@@ -30,15 +31,29 @@ from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 
-if TYPE_CHECKING:
-    from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
-
 __all__ = ["CollectorTransport", "is_per_worker"]
 
 log = logging.getLogger("torchrl_ext")
 
 _GRACE_S = 5.0
 """Seconds that the trainer waits beyond a transport's deadline, so that the transport's own error arrives."""
+
+
+class Scheme(Protocol):
+    """The parts of a `TransportWeightSyncScheme` that its trainer end uses."""
+
+    model_id: Any
+    context: Any
+    strategy: Any
+    host: str
+    start_timeout_s: float
+    timeout_s: float
+    verify: Any
+    logs: Logs
+
+    def create_transport(self) -> Any: ...
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None: ...
 
 
 class CollectorTransport:
@@ -57,7 +72,7 @@ class CollectorTransport:
         report: report of the last update; None before the first.
     """
 
-    def __init__(self, scheme: TransportWeightSyncScheme, workers: int | None, devices: Any = None) -> None:
+    def __init__(self, scheme: Scheme, workers: int | None, devices: Any = None) -> None:
         self._scheme: Any = weakref.proxy(scheme)
         self._model_id, self._devices, self.workers = str(scheme.model_id), devices, workers or 0
         self._engines: dict[Link | None, Engine] = {}

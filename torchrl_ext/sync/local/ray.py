@@ -30,7 +30,7 @@ from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Pool
 from torchrl_ext.control.port import Port
-from torchrl_ext.data.weights.source import is_torchrl
+from torchrl_ext.base.types import is_torchrl
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 __all__ = ["RayPort", "ray_engine"]

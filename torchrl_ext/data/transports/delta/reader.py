@@ -13,7 +13,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, Wire
 from torchrl_ext.data.deltas.codec import codec_from_json
-from torchrl_ext.data.landing.loader import Changes
+from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta.broadcast import Broadcast

@@ -26,7 +26,7 @@ from torchrl_ext.base.errors import ConfigError, IntegrityError, TransportError
 from torchrl_ext.base.types import Count, Wire
 from torchrl_ext.data.transports.links import close_in_children
 
-__all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "Segment", "create", "local_devices"]
+__all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "Segment", "create"]
 
 HOST = "cpu"
 """The name of the host's memory among device UUIDs."""
@@ -136,21 +136,16 @@ class HostHandle(Handle, frozen=True, kw_only=True, tag="host"):
         return segment
 
 
-def create(device: str, nbytes: int) -> Segment:
-    """Create a segment of this process.
+def create(nbytes: int) -> Segment:
+    """Create a segment of the host's memory, in this process.
 
     Args:
-        device: ``"cpu"``, or the UUID of a GPU that this process sees.
         nbytes: its size, a multiple of `SEGMENT_BYTES`.
 
     Raises:
         ConfigError: this system has no such memory.
         TransportError: there is not enough of it.
     """
-    if device != HOST:
-        from torchrl_ext.data.transports.ipc.cuda_memory import create_cuda
-
-        return create_cuda(device, nbytes)
     if sys.platform != "linux":
         raise ConfigError(f"shared staging memory needs Linux, this is {sys.platform}", hint="use transport 'disk'")
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -169,15 +164,6 @@ def create(device: str, nbytes: int) -> Segment:
     segment = Segment(flat, handle, lambda: os.close(descriptor))
     close_in_children(segment)
     return segment
-
-
-def local_devices() -> list[str]:
-    """Return where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
-    if not torch.cuda.is_available():
-        return [HOST]
-    from torchrl_ext.data.transports.ipc.cuda_memory import visible
-
-    return [*visible(), HOST]
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:

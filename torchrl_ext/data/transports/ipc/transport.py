@@ -15,7 +15,8 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedErro
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Packer
-from torchrl_ext.data.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create, local_devices
+from torchrl_ext.data.transports.ipc.cuda_memory import create_cuda, visible
+from torchrl_ext.data.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create
 from torchrl_ext.data.transports.ipc.messages import Announce, Done, Load, Offer
 from torchrl_ext.data.transports.ipc.worker import IPCWorker, buckets_of
 from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
@@ -180,7 +181,7 @@ class IPCTransport(StandaloneTransport):
         """Create a staging buffer, smaller where memory is short, unless its size was asked for or is already used."""
         while True:
             try:
-                return create(device, nbytes)
+                return create(nbytes) if device == HOST else create_cuda(device, nbytes)
             except TransportError as error:
                 if self._bucket_bytes or self._segments or nbytes <= _LEAST_BYTES:
                     raise
@@ -188,7 +189,7 @@ class IPCTransport(StandaloneTransport):
                 log.warning("the staging buffer has %d bytes only: %s", nbytes, error.what)
 
     def _devices(self) -> list[str]:
-        return [HOST] if self._on_host else local_devices()
+        return [HOST] if self._on_host else _local_devices()
 
     # worker end
 
@@ -234,3 +235,10 @@ class IPCTransport(StandaloneTransport):
         if self._workers is not None:
             self._workers.close()
             self._workers = None
+
+
+def _local_devices() -> list[str]:
+    """Return where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
+    if not torch.cuda.is_available():
+        return [HOST]
+    return [*visible(), HOST]

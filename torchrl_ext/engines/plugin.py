@@ -1,8 +1,13 @@
-"""Exchange messages about an update between the workers of one engine, over a process group that the engine has."""
+"""What the plugins of vLLM and SGLang share: how they register, and how the workers of one engine agree.
+
+Workers exchange messages about an update over a process group that the engine has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import distributed
@@ -10,12 +15,45 @@ from torch import distributed
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.units import unit_of
 from torchrl_ext.data.landing.patcher import Share
+from torchrl_ext.data.weights.checkpoint import revised
 from torchrl_ext.data.weights.digests import PositionDigest
 
-__all__ = ["agree", "combine"]
+__all__ = ["agree", "combine", "enable", "started_with"]
+
+log = logging.getLogger("torchrl_ext")
 
 _SIGN = 1 << 63
 _UNKNOWN = (0, 0, -1, 0)
+
+
+def enable(tested: str, use: Callable[[], None]) -> None:
+    """Register with an engine, and log a warning if its release lacks something: an error would end the server.
+
+    Args:
+        tested: the engine and the release that the plugin is made for.
+        use: makes use of the engine's internals.
+    """
+    try:
+        use()
+    except Exception as error:
+        log.warning(
+            "torchrl_ext needs %s, and this release cannot follow a trainer: %s: %s",
+            tested,
+            type(error).__name__,
+            error,
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )
+
+
+def started_with(owner: Any, config: Any) -> str:
+    """Return the checkpoint that an SGLang was started with: its own record is of what it loaded last.
+
+    Args:
+        owner: the engine's object that lives as long as its weights; it remembers the answer to the first call.
+        config: the engine's configuration of the model.
+    """
+    start = revised(str(config.model_path), getattr(config, "revision", None))
+    return str(vars(owner).setdefault("torchrl_ext_started_with", start))
 
 
 def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
