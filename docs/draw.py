@@ -146,7 +146,7 @@ def layers() -> str:
         arrow(f"M382 {data + 36}h196", "line thick"),
         text(480, data + 24, "NCCL, gloo, files,", "small") + text(480, data + 60, "S3, shared memory", "small"),
         box("engine", 580, 752, control, "Plugin", "the engine's routes", height=tall),
-        box("engine", 580, 752, data, "WorkerEnd", "the worker's end", height=tall),
+        box("engine", 580, 752, data, "LandingEnd", "the worker's end", height=tall),
         box("engine", 788, 940, 172, "WeightReceiver", "checks, lands,", "proves", height=142),
         arrow(f"M752 {control + 44}h18v26h16") + arrow(f"M752 {data + 36}h34"),
         box("engine", 788, 940, 90, "model", "live parameters"),
@@ -211,7 +211,38 @@ def choose() -> str:
     )
 
 
-PICTURES = {"update": update, "layers": layers, "choose": choose}
+def rooms() -> str:
+    """Return the nine rooms on their floors, and the stops of one weight in them."""
+    tall, gap = 64, 20
+    floors = [52 + (tall + gap) * number for number in range(6)]  # from the highest one down
+    left, middle, right = 84, 514, 944
+
+    def room(kind: str, row: int, sides: tuple[int, int], name: str, *words: str) -> str:
+        return box(kind, *sides, floors[row], name, *words, height=tall)
+
+    def floor(row: int) -> str:
+        return rect("lane", 8, floors[row] - 8, 944, tall + 16) + text(40, floors[row] + tall // 2 + 6, f"{6 - row}")
+
+    half, rest, whole = (left, middle - 6), (middle + 6, right), (left, right)
+    return picture(
+        960,
+        floors[5] + tall + 20,
+        "Nine rooms on six floors: base; data and control; sync, where both meet; engines and rl; compat and testing; cli",
+        text(16, 34, "Nine rooms: each imports floors below it only", "title left"),
+        *(floor(row) for row in range(6)),
+        room("plain", 0, whole, "cli", "torchrl-ext: commands, measurements"),
+        room("plain", 1, half, "compat", "words of slime, vime, SkyRL, vLLM, Megatron"),
+        room("plain", 1, rest, "testing", "what others run: contracts, the judge of an engine"),
+        room("engine", 2, half, "engines", "inside vLLM, SGLang and our own engine"),
+        room("trainer", 2, rest, "rl", "TorchRL: schemes, updaters, policies"),
+        room("stopped", 3, whole, "sync", "where both layers meet: sender, receiver, engine worker"),
+        room("engine", 4, half, "data", "the bytes: sources, deltas, versions, transports, landing"),
+        room("trainer", 4, rest, "control", "the calls: engines, fleets, routers, requests"),
+        room("plain", 5, whole, "base", "words: errors, messages, deadlines, reports, names"),
+    )
+
+
+PICTURES = {"rooms": rooms, "update": update, "layers": layers, "choose": choose}
 
 if __name__ == "__main__":
     for name, drawn in PICTURES.items():

@@ -276,7 +276,7 @@ class FakeEngine(Faults):
             case messages.Finish():
                 self.versions = dict.fromkeys(self.tensors, message.version)
                 self._given_up, self._open = False, self._open and self.kind != "sglang"
-                return answer if self.kind == "embedded" else {**answer, "workers": 1}  # as a `WorkerEnd`
+                return answer if self.kind == "embedded" else {**answer, "workers": 1}  # as an `EngineWorker`
             case messages.Reset(weights="reloaded"):
                 self._given_up = False
         if isinstance(message, messages.State) and not message.connection:

@@ -1,4 +1,4 @@
-"""Imports point strictly down the floors, packages of one floor do not see each other, third parties have one home."""
+"""Who may import whom: nine rooms on six floors, no circle between two files, a home for each third party."""
 
 from __future__ import annotations
 
@@ -16,41 +16,26 @@ from tests.processes import ROOT, python
 
 PACKAGE = ROOT / "torchrl_ext"
 READS = ("msgspec.convert", "msgspec.json.decode", "msgspec.msgpack.decode")
-FLOORS = [
-    {"errors"},
-    {"reports"},
-    {"types", "registry", "files", "deadline", "devices"},
-    {"kernels", "messages"},
-    {"routes", "weights"},
-    {"stores"},
-    {"codecs"},
-    {"landing"},
-    {"versions"},
-    {"rpc", "transports"},
-    {"proof", "rollout"},
-    {"serving", "sync"},
-    {"collectors"},
-    {"configs", "embedded", "planning", "plugins"},
-    {"compat"},
-    {"testing"},
-    {"bench"},
-    {"cli"},
-]
-FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-HOMES = {
-    "aiohttp": {"rpc"},
-    "httpx": set(),
-    "requests": set(),
-    "ray": {"serving", "sync"},
-    "matplotlib": {"reports"},
-    "vllm": {"plugins"},
-    "sglang": {"plugins"},
-    "pytest": {"testing"},
+BELOW_SYNC = {"base", "data", "control"}
+ROOMS = {  # room: its floor, the rooms that it may import, the third parties that only rooms naming them may import
+    "base": (1, set(), {"matplotlib"}),
+    "data": (2, {"base"}, set()),
+    "control": (2, {"base"}, {"aiohttp"}),
+    "sync": (3, BELOW_SYNC, {"ray"}),
+    "engines": (4, BELOW_SYNC | {"sync"}, {"vllm", "sglang"}),
+    "rl": (4, BELOW_SYNC | {"sync"}, set()),
+    "compat": (5, BELOW_SYNC | {"sync", "engines", "rl"}, {"vllm"}),
+    "testing": (5, BELOW_SYNC | {"sync", "engines", "rl"}, {"pytest"}),
+    "cli": (6, BELOW_SYNC | {"sync", "engines", "rl", "compat", "testing"}, set()),
 }
-IN_ENGINES = {
-    "types", "errors", "reports", "messages", "routes", "registry", "files", "deadline", "devices",
-    "kernels", "weights", "codecs", "landing", "stores", "versions", "transports", "proof", "sync", "plugins",
-}  # fmt: skip
+NOBODYS = {"httpx", "requests"}
+ENTRIES = 9
+"""The most files and folders of a folder that a reader takes in at once, without ``__init__.py``."""
+CROWDED = {"data/deltas": 16, "data/transports": 15, "data/versions": 20, "data/weights": 13}
+"""Folders with more, which a room built anew brings down: no number may grow."""
+DEEP = {f"data/transports/{name}" for name in ("collective", "delta", "group", "ipc", "native", "sharded")}
+"""Folders two levels below a room, likewise."""
+IN_ENGINES = {"base", "data", "sync", "engines"}
 TRAINER_ONLY = {
     "torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets", "rich",
     "matplotlib",
@@ -70,7 +55,7 @@ ENGINE_MODULES = [
     "torchrl_ext.data.transports.ranks",
     "torchrl_ext.data.transports.sharded.transport",
 ]
-NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}
+NOT_IN_ENGINES = ("sync/local/ray.py", "sync/sender.py", "engines/embedded/")
 
 
 def modules():
@@ -88,8 +73,8 @@ def home(path):
 
 
 @cache
-def imports(path, *, anywhere):
-    """Dotted names that a file imports; at module level only, or anywhere. Imports for type checkers do not count."""
+def imports(path, *, anywhere, checkers=False):
+    """Dotted names that a file imports; at module level only, or anywhere; with those for type checkers, or without."""
     pending, found = list(tree_of(path).body), set()
     while pending:
         node = pending.pop()
@@ -98,67 +83,91 @@ def imports(path, *, anywhere):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not checkers:
             pending += node.orelse
         elif anywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             pending += ast.iter_child_nodes(node)
     return found
 
 
-def ours(names):
-    return {name.split(".")[1] for name in names if name.startswith("torchrl_ext.")}
+def ours(path):
+    """Files of ours that a file imports, wherever it does so: in a function, or for type checkers only."""
+    found = set()
+    for name in imports(path, anywhere=True, checkers=True):
+        parts = name.split(".")[1:] if name.startswith("torchrl_ext.") else []
+        while parts:
+            for file in (PACKAGE.joinpath(*parts).with_suffix(".py"), PACKAGE.joinpath(*parts, "__init__.py")):
+                if file.exists():
+                    found.add(file)
+                    parts = []
+                    break
+            parts = parts[:-1]
+    return found - {path}
 
 
 def drawn():
-    """A table of the rooms from the highest floor down: what each is for, and what it uses."""
-    rooms = {name: [path for path in modules() if home(path) == name] for name in FLOOR}
-    uses = {
-        name: set().union(*(ours(imports(path, anywhere=True)) for path in paths)) & set(FLOOR) - {name}
-        for name, paths in rooms.items()
-        if paths
-    }
-    brought = {name: set() for name in FLOOR}
-    for name in sorted(uses, key=FLOOR.get):
-        brought[name] = set().union(*({other} | brought[other] for other in uses[name]))
-    lines = ["| room | what it is for | uses |", "|---|---|---|"]
-    for floor in reversed(FLOORS):
-        for name in sorted(floor & set(uses)):
-            below = uses[name] - set().union(*(brought[other] for other in uses[name]))
-            path = PACKAGE / name / "__init__.py"
-            said = ast.get_docstring(tree_of(path if path.exists() else PACKAGE / f"{name}.py"))
-            lines.append(f"| `{name}` | {said.splitlines()[0]} | {', '.join(sorted(below))} |")
+    """A table of the rooms from the highest floor down."""
+    lines = ["| floor | room | what belongs there | may import |", "|--:|---|---|---|"]
+    for name, (floor, below, _) in reversed(ROOMS.items()):
+        said = ast.get_docstring(tree_of(PACKAGE / name / "__init__.py")).splitlines()[0]
+        lines.append(f"| {floor} | `{name}` | {said} | {', '.join(f'`{one}`' for one in ROOMS if one in below)} |")
     return "\n".join(lines) + "\n"
 
 
 BEGIN, END = "<!-- map: begin -->\n\n", "\n<!-- map: end -->"
 
 
-def test_the_map_for_contributors_is_that_of_the_imports():
-    page = (ROOT / "docs" / "contributing.md").read_text()
+def test_page_shows_the_rooms():
+    page = (ROOT / "docs" / "architecture.md").read_text()
     assert drawn() == page.split(BEGIN)[1].split(END)[0], "python -m tests.test_floors --write"
 
 
-def test_every_package_has_a_floor():
-    assert {home(path) for path in modules()} - {"__init__"} <= set(FLOOR)
+def test_every_file_is_in_a_room():
+    assert {home(path) for path in modules()} - {"__init__"} == set(ROOMS)
 
 
-def test_imports_point_strictly_down():
-    upwards = [
-        f"{path.relative_to(ROOT)} (floor {FLOOR[home(path)]}) imports {other} (floor {FLOOR[other]})"
+def test_rooms_import_lower_floors_only():
+    """A table that lets two rooms of one floor see each other, or an arrow point up, would not be one of floors."""
+    for name, (floor, below, _) in ROOMS.items():
+        assert all(ROOMS[other][0] < floor for other in below), name
+    strays = [
+        f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)}"
         for path in modules()
         if home(path) != "__init__"
-        for other in ours(imports(path, anywhere=True)) & set(FLOOR) - {home(path)}
-        if FLOOR[other] >= FLOOR[home(path)]
+        for other in ours(path)
+        if home(other) not in {"__init__", home(path), *ROOMS[home(path)][1]}
     ]
-    assert not upwards
+    assert not strays
 
 
-def test_each_third_party_has_one_home():
+def test_no_files_import_each_other():
+    """Also not by way of others, inside a function, or for the sake of an annotation."""
+    left = {path: ours(path) for path in modules()}
+    while ends := [path for path, others in left.items() if not others & left.keys()]:
+        for path in ends:
+            del left[path]
+    assert not {str(path.relative_to(ROOT)): [str(one.relative_to(ROOT)) for one in others & left.keys()]
+                for path, others in left.items()}  # fmt: skip
+
+
+def test_folders_are_few_and_shallow():
+    crowded, deep = {}, set()
+    for folder in {path.parent for path in modules()} - {PACKAGE}:
+        entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
+        name = folder.relative_to(PACKAGE).as_posix()
+        crowded |= {name: len(entries)} if len(entries) > ENTRIES else {}
+        deep |= {name} if name.count("/") > 1 else set()
+    assert crowded == CROWDED and deep == DEEP
+
+
+def test_each_third_party_has_its_homes():
+    homes = {name: {room for room in ROOMS if name in ROOMS[room][2]} for _, _, names in ROOMS.values() for name in names}
+    homes |= dict.fromkeys(NOBODYS, set())
     strays = {
         (str(path.relative_to(ROOT)), name)
         for path in modules()
-        for name in {dotted.split(".")[0] for dotted in imports(path, anywhere=True)} & set(HOMES)
-        if home(path) not in HOMES[name]
+        for name in {dotted.split(".")[0] for dotted in imports(path, anywhere=True)} & set(homes)
+        if home(path) not in homes[name]
     }
     assert not strays
 
@@ -168,7 +177,7 @@ def test_what_engines_import_needs_nothing_of_the_trainers():
         (str(path.relative_to(ROOT)), name)
         for path in modules()
         for name in {dotted.split(".")[0] for dotted in imports(path, anywhere=False)} & TRAINER_ONLY
-        if home(path) in IN_ENGINES and str(path.relative_to(ROOT)) not in NOT_IN_ENGINES
+        if home(path) in IN_ENGINES and not path.relative_to(PACKAGE).as_posix().startswith(NOT_IN_ENGINES)
     }
     assert not strays
 
@@ -236,7 +245,7 @@ def test_structs_are_read_by_types_that_are_described_first():
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        target = ROOT / "docs" / "contributing.md"
+        target = ROOT / "docs" / "architecture.md"
         before, _, rest = target.read_text().partition(BEGIN)
         target.write_text(f"{before}{BEGIN}{drawn()}{END}{rest.partition(END)[2]}")
     print(drawn(), end="")

@@ -6,7 +6,7 @@ import torch
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 
 ABSENT = f"cuda:{torch.cuda.device_count()}"
 
@@ -20,7 +20,7 @@ def test_a_device_that_this_process_does_not_have_is_refused_before_anything_is_
     for ask in (
         lambda: tx.VLLMCollectiveTransport("127.0.0.1", 29500, 0, 2, device=device),
         lambda: tx.make_transport("ipc", device=device),
-        lambda: Engine(str(model), device=device),
+        lambda: EmbeddedEngine(str(model), device=device),
     ):
         with pytest.raises(ConfigError, match=words):
             ask()

@@ -19,7 +19,7 @@ from tests.control.engines import PORTS, Trainer, client, running, weights
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, WeightSyncError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 
 FIRST, NEXT, RIVAL = 1, 2, 7
 UPDATE = ("connect", "prefetch", "begin", "load", "verify", "commit")
@@ -258,7 +258,7 @@ def test_engines_that_decode_serve_again_after_those_that_prefill(trainers):
             late_s = 0.2 if role == "prefill" else 0.0  # the other one has every chance to be first
             note = partial(lambda role, late_s: (time.sleep(late_s), order.append(role)), role, late_s)
             fake.inject("pass", "POST /continue_generation", first=note)
-        pool = Pool([client(decode), client(prefill)])
+        pool = Fleet([client(decode), client(prefill)])
         pool.members()
         trainers[0].update(pool, NEXT)
         assert order == ["prefill", "decode"] and decode.serving and prefill.serving

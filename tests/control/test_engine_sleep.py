@@ -5,7 +5,7 @@ import pytest
 
 from tests.control.engines import Trainer, client, running
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 
 SLEEPERS = ("vllm", "embedded", "sglang")
 WAKE = {"vllm": "POST /wake_up", "embedded": "POST /wake_up", "sglang": "POST /resume_memory_occupation"}
@@ -104,12 +104,12 @@ def test_a_rehearsal_leaves_an_engine_that_others_paused_as_it_was(fake, trainer
 
 def test_engines_sleep_and_wake_as_a_whole():
     with running("vllm") as one, running("embedded") as other:
-        pool = Pool([client(one), client(other)])
-        pool.sleep(1)
+        fleet = Fleet([client(one), client(other)])
+        fleet.sleep(1)
         assert one.paused and other.paused and one.asleep == other.asleep == ALL["vllm"]
-        pool.wake_up()
+        fleet.wake_up()
         assert one.serving and other.serving
-        pool.close()
+        fleet.close()
 
 
 # vLLM

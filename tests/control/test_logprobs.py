@@ -9,7 +9,7 @@ from tests.control.engines import client
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.control.client import NullEngine
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 
 PROMPTS = ((17, 3, 42), (5, 17))
 ROUTES = {
@@ -69,7 +69,7 @@ def test_a_server_that_is_paused_or_full_has_as_long_as_a_load(make):
 
 def test_a_fleet_is_asked_one_by_one_and_no_engine_not_at_all():
     engines = [tx.make_engine(make, url=f"127.0.0.1:{port}") for port, make in enumerate(ROUTES, 1)]
-    fleet = Pool(engines)
+    fleet = Fleet(engines)
     assert fleet.each() == tuple(engines)
     assert engines[0].each() == (engines[0],)
     assert NullEngine().each() == ()

@@ -11,7 +11,7 @@ from tests.control.test_pool import Scripted
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 
 
 def test_a_fleet_discovers_what_a_function_lists_and_does_not_wait_for_what_is_not_up(caplog):
@@ -36,22 +36,22 @@ def test_an_engine_that_hangs_is_not_waited_for_twice(monkeypatch):
         leave.wait(WAIT_S)
         return made
 
-    pool = Pool([Scripted("a")], make=make)
-    pool.add("new")
-    assert pool.members() == pool.members() == ("a",)
+    fleet = Fleet([Scripted("a")], make=make)
+    fleet.add("new")
+    assert fleet.members() == fleet.members() == ("a",)
     leave.set()
     monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", WAIT_S)
-    while pool.members() == ("a",):  # its answer counts as soon as it is there
+    while fleet.members() == ("a",):  # its answer counts as soon as it is there
         pass
-    assert pool.engines[1] is made
+    assert fleet.engines[1] is made
 
 
 def test_another_client_of_an_address_is_another_engine():
     first, again = Scripted("a"), Scripted("a")
-    pool = Pool([first, Scripted("b")])
-    pool.members()
-    pool.lose(first, EngineError("it is gone"))
-    pool.remove("a")
-    pool.add(again)
-    assert pool.members() == ("b", "a") and [row.error for row in pool.rows()] == [None, None]
-    assert pool.engines[1] is again
+    fleet = Fleet([first, Scripted("b")])
+    fleet.members()
+    fleet.lose(first, EngineError("it is gone"))
+    fleet.remove("a")
+    fleet.add(again)
+    assert fleet.members() == ("b", "a") and [row.error for row in fleet.rows()] == [None, None]
+    assert fleet.engines[1] is again

@@ -6,7 +6,7 @@ import pytest
 
 from tests.control.servers import rehearsing, running
 from torchrl_ext.base.errors import EngineRefusedError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
 
 ASK, PAUSE, RESUME = "POST /init_weight_transfer_engine", "POST /pause", "POST /resume"
@@ -39,7 +39,7 @@ def test_an_engine_is_paused_only_for_what_it_has_to_show_and_serves_what_is_who
 
 def test_a_fleet_proves_the_least_of_its_engines_and_one_that_knows_no_rehearsals_what_it_was_handed():
     with running(post_init_weight_transfer_engine=rehearsing()) as one, running() as other:
-        fleet = Pool([vllm_engine(server.url, timeout_s=5) for server in (one, other)])
+        fleet = Fleet([vllm_engine(server.url, timeout_s=5) for server in (one, other)])
         fleet.rehearse()
         assert fleet.proof == "sent" and [row.proof for row in fleet.rows()] == ["in place", "sent"]
         assert changes(other) == [ASK]

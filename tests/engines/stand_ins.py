@@ -18,7 +18,7 @@ from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.engines.sglang import routes as sglang_routes
 from torchrl_ext.engines.vllm import endpoint
-from torchrl_ext.sync.worker_end import WorkerEnd
+from torchrl_ext.sync.engine_worker import EngineWorker
 
 REQUESTS = (
     "PauseGenerationReqInput", "ContinueGenerationReqInput", "UpdateWeightVersionReqInput", "CheckWeightsReqInput",
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, held, model):
         self.held, self.model = held, str(model)
-        self.end = WorkerEnd(TensorsLoader(held), rank=0, workers=1, agree=lambda words: [words])
+        self.end = EngineWorker(TensorsLoader(held), rank=0, workers=1, agree=lambda words: [words])
         self.paused, self.label, self.loaded, self.dropped = False, "0", [], 0
         self.hangs = self.fails = ""
         self.hanging, self.let_go = threading.Event(), threading.Event()

@@ -20,7 +20,7 @@ from torchrl_ext.base.types import ParamMeta, Part
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.engines.sglang import register
 from torchrl_ext.rl.collectors.worker_end import Keep
-from torchrl_ext.sync.worker_end import WorkerEnd
+from torchrl_ext.sync.engine_worker import EngineWorker
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
 EVERY = [
@@ -60,7 +60,7 @@ class Scheduler:
         self.is_draft_worker, self.waiting_queue, self._engine_paused = False, [], False
         self.model_config = SimpleNamespace(model_path="/start", revision=None)
         self.tp_worker = SimpleNamespace(model_runner=self)
-        self.end = WorkerEnd(TensorsLoader({"w": torch.zeros(2)}), rank=0, workers=1, agree=lambda words: [words])
+        self.end = EngineWorker(TensorsLoader({"w": torch.zeros(2)}), rank=0, workers=1, agree=lambda words: [words])
 
     def get_model_runner(self):
         return self

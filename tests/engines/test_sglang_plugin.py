@@ -224,7 +224,7 @@ pieces = {
 params = [ParamMeta.of(name, full) for name in ("packed on one", *pieces)]
 pieces |= {} if rank else {"packed on one": []}  # the other one cannot tell what it holds of this one
 patcher = Patcher(pieces)
-found = combine(patcher.held(), patcher.shares, params, group)
+found = combine(patcher.digests_of_memory(), patcher.shares, params, group)
 assert {name: digest.hex() for name, digest in found.items()} == dict.fromkeys(
     ("rows", "columns", "both"), position_digest(full).hex()
 ), found

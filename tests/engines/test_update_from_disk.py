@@ -17,7 +17,7 @@ from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.base.routes import MAX_BODY_BYTES
 from torchrl_ext.data.weights.digests import tensor_digest
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.server import make_app
 
 LOAD = "/update_weights_from_disk"
@@ -63,7 +63,7 @@ def engine(request, checkpoint, monkeypatch):
     add_sglang(monkeypatch)
     held = load_file(f"{checkpoint}/model.safetensors")
     if request.param == "embedded":
-        made = Embedded(Engine(str(checkpoint), dtype="float32"))
+        made = Embedded(EmbeddedEngine(str(checkpoint), dtype="float32"))
         monkeypatch.setattr(made.scheduler, "forget", Mock(wraps=made.scheduler.forget))
     else:
         made = {"vllm": VLLM, "sglang": SGLang}[request.param](held, checkpoint)

@@ -12,7 +12,7 @@ from tests.adapters import lora_policy, randomise
 from tests.control import sockets
 from tests.models import tiny_model
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 
 peft = pytest.importorskip("peft")
 
@@ -78,7 +78,7 @@ def test_a_version_is_what_peft_saves_and_engines_serve_the_newest(server, polic
 
 def test_an_engine_that_fails_is_named_with_what_it_serves_and_its_files_stay(policy, tmp_path):
     with serving("vllm") as good, serving("sglang") as bad:
-        adapters = tx.LoraPublisher(tmp_path, Pool([good.client, bad.client]), keep=1)
+        adapters = tx.LoraPublisher(tmp_path, Fleet([good.client, bad.client]), keep=1)
         first = adapters.publish(NAME, policy)
         bad.bad.add(str(first.with_name("weight_v000002")))
         with pytest.raises(EngineError, match=f"(?s)wrong rank.*{bad.url} did not serve adapter.*1 of 2 engines"):

@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.base.errors import EngineError, UpdateError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import free_port
 
@@ -72,7 +72,7 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
     policy, port = tiny_model(seed=1), free_port()
     transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
     with serve(checkpoint, port) as server:
-        fleet = Pool([tx.make_engine("embedded", url=steady.url), doomed(server, point)])
+        fleet = Fleet([tx.make_engine("embedded", url=steady.url), doomed(server, point)])
         sender = tx.WeightSender(transport, fleet)
         with pytest.raises(UpdateError) as told:
             sender.update_weights(policy)
@@ -99,7 +99,7 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
 def test_one_that_is_killed_while_it_joins_a_fleet_keeps_the_version_from_nobody(name, steady, checkpoint, tmp_path):
     policy = tiny_model(seed=1)
     transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
-    fleet = Pool([tx.make_engine("embedded", url=steady.url)])
+    fleet = Fleet([tx.make_engine("embedded", url=steady.url)])
     with serve(checkpoint, free_port()) as server, tx.WeightSender(transport, fleet) as sender:
         sender.update_weights(policy)
         step(policy, 4)
@@ -113,7 +113,7 @@ def test_one_that_is_killed_while_it_joins_a_fleet_keeps_the_version_from_nobody
 
 def test_without_any_engine_that_answers_nothing_begins(checkpoint, tmp_path):
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-    fleet = Pool([tx.make_engine("embedded", url=url) for url in urls])
+    fleet = Fleet([tx.make_engine("embedded", url=url) for url in urls])
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet)
     for _ in range(2):
         with pytest.raises(EngineError, match="no engine of the fleet answered") as told:

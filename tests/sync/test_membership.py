@@ -7,7 +7,7 @@ import torch
 
 import torchrl_ext as tx
 from torchrl_ext.base.errors import EngineError, EngineUnreachableError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 
 STEPS = ("info", "connect", "rehearse", "prefetch", "begin", "load", "commit")
 
@@ -65,7 +65,7 @@ def die(client):
 def test_any_change_at_any_step_leaves_the_update_to_who_was_there_and_the_next_one_has_it(name, step, tmp_path):
     policy, (first, one), (second, two), (third, three) = model(0), engine(1, "a"), engine(2, "b"), engine(3, "c")
     with transport(name, tmp_path) as data:
-        fleet = Pool([first, second])
+        fleet = Fleet([first, second])
         sender = tx.WeightSender(data, fleet)
 
         def meanwhile():
@@ -88,7 +88,7 @@ def test_any_change_at_any_step_leaves_the_update_to_who_was_there_and_the_next_
 
 def test_an_update_of_nobody_raises_and_loses_nothing(tmp_path):
     policy, (first, one) = model(0), engine(1, "a")
-    with transport("delta", tmp_path) as data, tx.WeightSender(data, fleet := Pool([first])) as sender:
+    with transport("delta", tmp_path) as data, tx.WeightSender(data, fleet := Fleet([first])) as sender:
         fleet.remove(first)
         with pytest.raises(EngineError, match="the fleet has no engine"):
             sender.update_weights(policy)

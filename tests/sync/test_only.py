@@ -12,7 +12,7 @@ from tests.processes import WAIT_S
 from tests.sync.by_hand import limited
 from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, ManifestError, UpdateError
 from torchrl_ext.base.types import Part
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.data.weights.derived import MappedSource
 from torchrl_ext.data.weights.source import ModuleSource, WeightSource
@@ -224,7 +224,7 @@ class TestSender:
 
         trained, served = policy(), [policy(), policy()]
         one, other = (Losing(module, url=f"engine-{n}") for n, module in enumerate(served))
-        sender = tx.WeightSender(tx.MemoryTransport(), Pool([one, other]))
+        sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
         sender.register_model(trained)
         sender.update_weights()
         other.lost = True

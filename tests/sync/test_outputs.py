@@ -15,7 +15,7 @@ from torchrl_ext.base.errors import ConfigError, EngineRefusedError, UpdateError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.base.reports import PROOFS, least
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.makes.vllm import EmbeddedPort
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -26,7 +26,7 @@ from torchrl_ext.sync.outputs import score
 @contextmanager
 def sending(*engines, transport="memory", **settings):
     """A sender to engines of this process or another one."""
-    engine = engines[0] if len(engines) == 1 else Pool(engines)
+    engine = engines[0] if len(engines) == 1 else Fleet(engines)
     sender = tx.WeightSender(tx.make_transport(transport), engine, **{"verify": "outputs", **settings})
     try:
         yield sender
@@ -286,8 +286,8 @@ class TestEmbedded:
         released = []
 
         class Dying(EmbeddedPort):
-            def release(self):
-                super().release()
+            def resume(self):
+                super().resume()
                 released.append(True)
                 if step == "release":
                     server.stop()

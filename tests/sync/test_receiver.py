@@ -15,7 +15,7 @@ from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
-from torchrl_ext.sync.receiver import Held
+from torchrl_ext.sync.receiver import WeightsState
 from torchrl_ext.testing import same_bits
 
 
@@ -159,7 +159,7 @@ def test_weights_that_are_lost_as_staging_ends_are_not_built_on(tmp_path):
             super().stage(changes)
             looks[:] = "before", "now"
 
-    class Lost(Held):
+    class Lost(WeightsState):
         """By what the engine's thread does right after the last look."""
 
         def __getattribute__(self, name):

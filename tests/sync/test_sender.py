@@ -14,7 +14,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -190,7 +190,7 @@ class Passes(tx.WeightSource):
 def test_a_failed_update_reports_nothing_of_the_one_before_it_and_has_one_state(tmp_path):
     policy = {"w": torch.randn(100_000)}
     _, engine = stubborn_engine({"w": torch.zeros(100_000)})
-    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), Pool([engine]))
+    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), Fleet([engine]))
     sender.update_weights(policy)
     policy["w"][::1000] += 1
     report = sender.update_weights(policy)
@@ -275,19 +275,19 @@ class TestFleet:
     def test_a_fleet_among_its_engines_stands_for_its_members(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]
         a, b, c = (InProcessEngine(model, url=f"engine {i}") for i, model in enumerate(served))
-        fleet = Pool([Pool([a, b]), c])
+        fleet = Fleet([Fleet([a, b]), c])
         policy = nn.Linear(3, 2)
         report = tx.WeightSender(transport, fleet).update_weights(policy)
         assert [row.engine for row in report.engines] == ["engine 0", "engine 1", "engine 2"]
         assert all(equal(policy, model) for model in served) and fleet.each() == (a, b, c)
         with pytest.raises(ConfigError, match="engine 1 is listed twice"):
-            Pool([Pool([a, b]), b])
+            Fleet([Fleet([a, b]), b])
 
     def test_one_that_fails_has_its_own_row_the_others_serve_and_no_version_that_is_served_is_pruned(self, tmp_path):
         served = [nn.Linear(3, 2) for _ in range(3)]
         loader, stubborn = stubborn_engine(served[1], url="engine 1")
         others = (InProcessEngine(served[n], url=f"engine {n}") for n in (0, 2))
-        sender = tx.WeightSender(tx.DiskTransport(tmp_path), Pool([stubborn, *others]))
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path), Fleet([stubborn, *others]))
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         policy = nn.Linear(3, 2)

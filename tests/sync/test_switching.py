@@ -24,7 +24,7 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.protocol import GenerateRequest
 
 
@@ -164,7 +164,7 @@ class TestModule:
 class TestEmbedded:
     @pytest.fixture
     def engine(self, place):
-        made = Engine(str(place / "seed0"), dtype="float32")
+        made = EmbeddedEngine(str(place / "seed0"), dtype="float32")
         yield made
         made.close()
 
@@ -210,7 +210,7 @@ class TestEmbedded:
 
     def test_a_start_directory_that_was_saved_into_is_not_put_back(self, tmp_path, monkeypatch):
         tiny_checkpoint(tmp_path, 0)
-        engine = Engine(str(tmp_path), dtype="float32")
+        engine = EmbeddedEngine(str(tmp_path), dtype="float32")
         online = tx.make_engine("inprocess", engine=engine)
         tiny_checkpoint(tmp_path, 3)
         finish, failures = TensorsLoader.finish, [TransportError("it fails")]

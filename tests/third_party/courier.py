@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, LandingEnd
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 
@@ -86,7 +86,7 @@ class CourierTransport(StandaloneTransport):
         return self.mailbox
 
 
-class CourierWorker(WorkerEnd, Mailbox):
+class CourierWorker(LandingEnd, Mailbox):
     """Fetches versions from the pages of a trainer."""
 
     def __init__(self, url: str) -> None:

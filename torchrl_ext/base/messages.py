@@ -3,7 +3,7 @@
 A message is one JSON object: ``{"format": 5, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
 The engine's client (`torchrl_ext.control`) and plugin choose the route. Workers handle messages in
-`torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, for weights in this process, in
+`torchrl_ext.sync.engine_worker.EngineWorker.handle`, or, for weights in this process, in
 `torchrl_ext.sync.receiver.WeightReceiver.handle`. The answer is also a JSON object, and may be empty.
 
 Anyone who can reach an engine's port can send a message, so decoding checks every field. `Join.offer` and

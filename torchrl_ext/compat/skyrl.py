@@ -22,7 +22,7 @@ from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import Info
 from torchrl_ext.control.http import each, run
 from torchrl_ext.control.discovery import connect
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import normalise_urls
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest, checked_prompt
 from torchrl_ext.control.requests.requests import Requests, targets
@@ -114,7 +114,7 @@ class RemoteInferenceClient:
         urls, kind = tuple(info.url for info in routing.engines), routing.engines[0].kind
         return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
 
-    def fleet(self, **settings: Any) -> Pool:
+    def fleet(self, **settings: Any) -> Fleet:
         """Return `torchrl_ext.connect` of every engine, with which `WeightSender` runs whole updates."""
         return connect(*self.server_urls, api_key=self.api_key, **settings)
 
@@ -343,7 +343,7 @@ class RemoteInferenceClient:
         settings |= {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s}
 
         def called() -> list[Any]:
-            with Pool([engines.make(self.kind, url=url, **settings) for url in self.server_urls]) as fleet:
+            with Fleet([engines.make(self.kind, url=url, **settings) for url in self.server_urls]) as fleet:
                 return fleet.everywhere(what, call)
 
         found = await asyncio.to_thread(called)

@@ -171,8 +171,8 @@ class ClientPort(Port):
         version = max(answer.get("version", 0) for answer in found)
         return EngineInfo(url=self.url, kind=self.kind, world_size=len(found), weight_version=str(version or ""))
 
-    def suited(self, info: Info) -> Port:
-        """See `Port.suited`; ConfigError if several deployments would take the same ranks in one group."""
+    def port_for(self, info: Info) -> Port:
+        """See `Port.port_for`; ConfigError if several deployments would take the same ranks in one group."""
         if self._size is None and "root" not in info:  # workers that read files have no ranks
             found = self._workers()
             if len(found) > max(answer.get("workers", 1) for answer in found):
@@ -184,13 +184,13 @@ class ClientPort(Port):
     def state(self, *, fit: bool = False) -> EngineState:
         return EngineState(paused=True)  # the client's owner sees to it, and the protocol has no way to ask
 
-    def hold(self, before: EngineState) -> None:
-        """Do nothing, as `release`: the client's owner pauses and resumes the servers."""
+    def pause(self, before: EngineState) -> None:
+        """Do nothing, as `resume`: the client's owner pauses and resumes the servers."""
 
-    def release(self) -> None:
-        """See `hold`."""
+    def resume(self) -> None:
+        """See `pause`."""
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         with suppress(EngineRefusedError):  # workers may have no open update any more
             self._call(self._client.finish_weight_update)
 

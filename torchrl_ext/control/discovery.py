@@ -12,7 +12,7 @@ from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedErr
 from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.client import EngineClient
-from torchrl_ext.control.fleet import Members, Pool
+from torchrl_ext.control.fleet import Members, Fleet
 from torchrl_ext.control.http import HTTPSession, Keys, normalise_urls
 from torchrl_ext.control.serving.router import refuse_router
 from torchrl_ext.base.types import is_torchrl
@@ -66,7 +66,7 @@ def connect(
     api_key: Keys = None,
     members: Members | None = None,
     **settings: Any,
-) -> Pool:
+) -> Fleet:
     """Return one client for the engines at ``addresses``, whatever their kinds.
 
     Args:
@@ -84,10 +84,10 @@ def connect(
     infos = discover(*addresses, timeout_s=timeout_s, api_key=api_key) if addresses or members is None else []
     settings = {"timeout_s": timeout_s, "api_key": api_key, **settings}
     made = [engines.make(info.kind, url=info.url, **settings) for info in infos]
-    pool = Pool(made, members=members, make=partial(_client_of, **settings))
+    fleet = Fleet(made, members=members, make=partial(_client_of, **settings))
     if members is not None:
-        pool.reconcile(timeout_s)
-    return pool
+        fleet.reconcile(timeout_s)
+    return fleet
 
 
 def _client_of(address: str, **settings: Any) -> EngineClient:
@@ -136,6 +136,6 @@ def as_engine(engine: Any) -> EngineClient | None:
     if isinstance(engine, Sequence) and engine:
         if all(isinstance(one, str) for one in engine):
             return connect(*engine)
-        return Pool([client for client in map(as_engine, engine) if client is not None], make=_client_of)
+        return Fleet([client for client in map(as_engine, engine) if client is not None], make=_client_of)
     elsewhere = is_torchrl(engine, "RLvLLMEngine") and not is_torchrl(engine, "LocalLLMWrapper")
     return engines.make("ray" if elsewhere and "ray" in engines.names() else "inprocess", engine=engine)

@@ -151,7 +151,7 @@ class Engine(EngineClient):
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step("join the transport", state=_UNTOUCHED):
-            port, before = self._own.suited(info), self.port
+            port, before = self._own.port_for(info), self.port
             if before is not port:
                 before.close(self._connection)  # the old port may hold a group from before a failure
             self.port, message = port, Join.of(info)
@@ -161,9 +161,9 @@ class Engine(EngineClient):
             except EngineRefusedError as error:
                 if OPEN_UPDATE not in error.what:
                     raise
-                port.abandon()  # an earlier trainer's open update
+                port.cancel()  # an earlier trainer's open update
                 port.tell(message)
-            self._settle("join the transport")
+            self._wait_until_staged("join the transport")
 
     def replaced(self, connection: str) -> str:
         if not connection or not self.port.proves:
@@ -207,30 +207,30 @@ class Engine(EngineClient):
         self._wake_weights(state)  # staging checks the changes against the weights
         with self._step(f"prefetch version {version}", state="the engine still serves its previous weights"):
             self.tell(Prefetch(version=version, part=part))
-            self._settle(f"stage version {version}")
+            self._wait_until_staged(f"stage version {version}")
 
     @final
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. On failure no weight has changed, and an engine that served serves again."""
         self._loads, self._digest = 0, ""
-        before = self._before = self._halt(f"pause for version {version}")
-        undo = partial(self._undone, before)
+        before = self._before = self._pause_and_remember(f"pause for version {version}")
+        undo = partial(self._undo, before)
         with self._step(f"drop what it cached for version {version}", undo=undo):
             if self.port.drops_first:
                 self.port.drop_cached()
-        with self._step(f"start version {version}", undo=partial(self._abandoned, before)):
+        with self._step(f"start version {version}", undo=partial(self._cancel_and_undo, before)):
             if self._connection and self.port.proves:
                 self.port.tell(State(connection=self._connection))  # refused if another sender has joined since
             self._wake_weights(before)
             self.tell(Start())
 
-    def _abandoned(self, before: EngineState) -> str:
+    def _cancel_and_undo(self, before: EngineState) -> str:
         """End the update on workers that started it, then undo; return the engine's state as text."""
         try:
-            self.port.abandon()
+            self.port.cancel()
         except (EngineError, DeadlineError) as error:
             return self._paused(f"its previous weights, which could not be confirmed: {error.what}")
-        return self._undone(before)
+        return self._undo(before)
 
     @final
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
@@ -254,12 +254,12 @@ class Engine(EngineClient):
             self._refuse_unconfirmed(version, self.tell(Finish(version=version, loads=self._loads)))
         self._torn, before = False, self._row.version
         with self._step(f"resume with version {version}", holding=f"version {version}, whole"):
-            self.port.label_as(version)
+            self.port.set_label(version)
             if not self.port.drops_first:
                 self.port.drop_cached()
             self._row = replace(self._row, version=version)
             self._wake(_KV, self._before, serving=False)
-            self._serve()
+            self._resume()
         if self._connection and self.port.proves:
             self._refuse_stranger(version, before)
 
@@ -299,7 +299,7 @@ class Engine(EngineClient):
     @final
     def pause(self) -> bool:
         """See `EngineClient.pause`. If the pause fails, an engine that served is resumed."""
-        return self._halt("pause").serves
+        return self._pause_and_remember("pause").serves
 
     @final
     def resume(self) -> None:
@@ -318,17 +318,17 @@ class Engine(EngineClient):
                     hint="call wake_up, or update_weights, which wakes the engine",
                 )
             self._wake(_KV, state, serving=False)
-            self._serve()
+            self._resume()
 
     @final
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         wanted = check_sleep(level, tags)
         with self._step(f"sleep at level {level}", state=f"{self.url} was not asked to pause"):
             self.port.refuse_sleep(level, wanted)
-        before = self._halt("pause")
+        before = self._pause_and_remember("pause")
         if not wanted:
             return
-        with self._step(f"sleep at level {level}", undo=partial(self._undone, before)):
+        with self._step(f"sleep at level {level}", undo=partial(self._undo, before)):
             self.port.make_idle()
         with self._step(f"sleep at level {level}", holding="its previous weights, or none"):
             if level == 2 and "weights" in wanted:
@@ -347,66 +347,66 @@ class Engine(EngineClient):
             state = self.port.state(fit=True)
             if "kv_cache" in wanted or state.asleep <= wanted:  # the engine may be fully awake, and serve, after this
                 self._refuse_unfit(state)
-            self._note("paused")
+            self._set_row_state("paused")
             if state.known:
                 self._wake(wanted, state, serving=True)
                 return
             self.port.wake(wanted, state)
             if wanted == TAGS:
-                self._served()  # the engine resumes itself when its last part wakes
+                self._mark_serving()  # the engine resumes itself when its last part wakes
 
     # helpers
 
-    def _halt(self, what: str) -> EngineState:
+    def _pause_and_remember(self, what: str) -> EngineState:
         """Pause the engine and return its earlier state."""
         before = EngineState(paused=False)
         if self.port.pauses:
             with self._step(what, state=f"{self.url} was not asked to pause"):
-                before = self._asked()
-            with self._step(what, undo=partial(self._undone, before)):
-                self.port.hold(before)
+                before = self._query_state()
+            with self._step(what, undo=partial(self._undo, before)):
+                self.port.pause(before)
             self._since = time.perf_counter() if self._since is None else self._since
-        self._note("paused")
+        self._set_row_state("paused")
         return before
 
-    def _asked(self) -> EngineState:
+    def _query_state(self) -> EngineState:
         """Return the engine's state; if it does not report ``paused``, take that from this client's last call."""
         state = self.port.state()
         return replace(state, paused=self._row.state != "serving") if state.paused is None else state
 
-    def _serve(self) -> None:
-        self.port.release()
-        self._served()
+    def _resume(self) -> None:
+        self.port.resume()
+        self._mark_serving()
 
-    def _served(self) -> None:
+    def _mark_serving(self) -> None:
         """Record that the engine serves."""
         pause_s = self._row.pause_s if self._since is None else time.perf_counter() - self._since
         self._since = None
         self._row = replace(self._row, state="serving", error=None, pause_s=pause_s)
 
-    def _note(self, state: str) -> None:
+    def _set_row_state(self, state: str) -> None:
         self._row = replace(self._row, state=state)
 
-    def _undone(self, before: EngineState) -> str:
+    def _undo(self, before: EngineState) -> str:
         """Resume the engine if it served before the failed step, which changed no weight; return its state as text."""
         if not before.serves:
-            self._note("paused")
+            self._set_row_state("paused")
             return self._paused("its previous weights")
         if not self.port.pauses:
-            self._served()
+            self._mark_serving()
             return self._paused("")
         try:
             if self.port.state(fit=True).whole is False:
                 return self._paused("a part of another sender's version")
-            self.port.release()
+            self.port.resume()
             state = self.port.state()
         except (EngineError, DeadlineError) as error:
-            self._note("unreachable" if isinstance(error, EngineUnreachableError) else "paused")
+            self._set_row_state("unreachable" if isinstance(error, EngineUnreachableError) else "paused")
             return f"no weight was changed; {self.url} may still be paused: {error.what}"
         if state.paused:
-            self._note("paused")
+            self._set_row_state("paused")
             return f"no weight was changed; {self.url} was asked to resume but reports that it is paused"
-        self._served()
+        self._mark_serving()
         if state.paused is None:
             return f"no weight was changed; {self.url} was asked to resume and cannot report whether it serves"
         return f"no weight was changed; {self.url} reports that it serves again"
@@ -426,15 +426,15 @@ class Engine(EngineClient):
         """Wake the sleeping parts of ``wanted``; keep the engine paused unless ``serving`` and it is fully awake."""
         if not state.asleep & wanted:
             if serving and not state.asleep:
-                self._serve()
+                self._resume()
             return
         self.port.wake(wanted, state)
         after = self.port.state()  # some engines serve as soon as their last part wakes
         if not serving:
             if not after.paused and not after.asleep:
-                self.port.hold(after)
+                self.port.pause(after)
         elif not after.asleep:
-            self._serve()
+            self._resume()
 
     def _wake_weights(self, state: EngineState | None = None) -> None:
         """Wake only the weights; ``state`` is from before the pause (None: query it)."""
@@ -454,7 +454,7 @@ class Engine(EngineClient):
             if not self.port.lacks_plugin(error):
                 raise
 
-    def _settle(self, what: str) -> None:
+    def _wait_until_staged(self, what: str) -> None:
         """Wait until the workers have no work in progress; ``what`` names the work in a `DeadlineError`."""
         if self.port.proves:
             Deadline(self.port.timeout_s).poll(
@@ -513,7 +513,7 @@ class Engine(EngineClient):
             elif undo is not None:
                 state = undo()
             elif isinstance(error, EngineUnreachableError):
-                self._note("unreachable")
+                self._set_row_state("unreachable")
             if state is None and holding is not None:
                 silent = isinstance(error, (DeadlineError, EngineUnreachableError))
                 state = self._paused(holding, answered=not silent)

@@ -1,4 +1,4 @@
-"""`Pool`: one client for many engines, with parallel calls, rank offsets and a report row per engine."""
+"""`Fleet`: one client for many engines, with parallel calls, rank offsets and a report row per engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.control.client import EngineClient, _nothing
 
-__all__ = ["Members", "Pool"]
+__all__ = ["Members", "Fleet"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -27,7 +27,7 @@ _PROBE_S = 2.0  # how long an update waits for an engine that is already lost
 
 @dataclass(kw_only=True)
 class _Update:
-    """What the steps of one update know of it. No other call of a pool writes it, whatever its thread, but `resumed`.
+    """What the steps of one update know of it. No other call of a fleet writes it, whatever its thread, but `resumed`.
 
     Attributes:
         engines: the engines that it began with.
@@ -42,7 +42,7 @@ class _Update:
     resumed: set[EngineClient] = field(default_factory=set)
 
 
-class Pool(EngineClient):
+class Fleet(EngineClient):
     """Drives a fleet of engines: every call goes to all of them concurrently.
 
     An engine that fails a step of an update drops out of the update and stays paused; the others finish the version,
@@ -54,7 +54,7 @@ class Pool(EngineClient):
 
     Args:
         engines: the clients, at least one unless there is ``members``; their order decides rank offsets 1, 1 + w0, 1 +
-            w0 + w1, ... A nested pool is replaced by its members.
+            w0 + w1, ... A nested fleet is replaced by its members.
         members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
             it raises, nothing changes.
         make: takes an address, and returns a client for the engine that is added; None refuses addresses.
@@ -473,7 +473,7 @@ class Pool(EngineClient):
     def _error(
         self, errors: Mapping[EngineClient, Exception], what: str, state: str, hint: str | None = None
     ) -> Exception:
-        """Return the error for a call that failed on some members; a pool of one returns that engine's own error."""
+        """Return the error for a call that failed on some members; a fleet of one returns that engine's own error."""
         if len(self.engines) == 1:
             return next(iter(errors.values()))
         causes = {engine.url: why(error) for engine, error in errors.items()}
@@ -482,7 +482,7 @@ class Pool(EngineClient):
 
 
 def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:
-    return [one for engine in engines for one in (engine.engines if isinstance(engine, Pool) else (engine,))]
+    return [one for engine in engines for one in (engine.engines if isinstance(engine, Fleet) else (engine,))]
 
 
 def _refused(address: str) -> EngineClient:

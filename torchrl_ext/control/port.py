@@ -85,14 +85,14 @@ class Port(ABC):
         """
 
     @abstractmethod
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         """Pause the engine, whose state until now is ``before``."""
 
     @abstractmethod
-    def release(self) -> None:
+    def resume(self) -> None:
         """Let the engine generate again."""
 
-    def suited(self, info: Info) -> Port:
+    def port_for(self, info: Info) -> Port:
         """Return the port that suits the server as it is now, before it joins the transport of ``info``.
 
         Raises:
@@ -100,7 +100,7 @@ class Port(ABC):
         """
         return self
 
-    def abandon(self) -> None:  # noqa: B027 - most engines keep nothing open
+    def cancel(self) -> None:  # noqa: B027 - most engines keep nothing open
         """End an update that was started but loaded nothing."""
 
     def drop_cached(self) -> None:  # noqa: B027 - not every engine caches
@@ -109,7 +109,7 @@ class Port(ABC):
     def make_idle(self) -> None:  # noqa: B027 - most engines can sleep while they hold requests
         """Before sleep, make the paused engine drop the caches that requests hold, whatever the settings."""
 
-    def label_as(self, version: int) -> None:  # noqa: B027 - most label with `Finish`
+    def set_label(self, version: int) -> None:  # noqa: B027 - most label with `Finish`
         """Set the engine's version label, if `Finish` did not."""
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:

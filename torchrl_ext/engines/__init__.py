@@ -1,4 +1,15 @@
-"""Inside an engine: stock vLLM and SGLang with our plugin, and an engine of our own."""
+"""Inside an engine: the plugins of stock vLLM and SGLang, and the embedded engine, which hosts a `transformers` model.
+
+Here belongs what touches a live model of an engine: its loader, its rehearsal, its routes. Each make's folder is the only
+place that imports it. Nothing here knows how bytes travel.
+
+==============  =======================================================================================
+plugin          our code in a stock engine, which the engine loads by an entry point
+loader          lands tensors in the form that the engine computes with
+rehearsal       shows, before a first update, that a load brings an engine to where a cold start does
+agreement       messages between the workers of one engine, before one of them answers
+==============  =======================================================================================
+"""
 
 import sys
 import types

@@ -583,7 +583,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """
         self._follow()
         if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
-            return {name: held.hex() for name, held in self._together(self._patcher.held()).items()}
+            return {name: held.hex() for name, held in self._together(self._patcher.digests_of_memory()).items()}
         start = None if self.modified else self.start_weights()
         if start is None:
             raise ConfigError(

@@ -1,5 +1,11 @@
-"""Hydra config groups by transport name; importing this package registers them."""
+"""TorchRL: weight sync schemes and updaters for collectors, a policy over remote engines, Hydra's config groups.
 
-from torchrl_ext.rl import hydra
+Here belongs what TorchRL calls, in its words. What a trainer without TorchRL needs, too, belongs below.
 
-__all__ = ["hydra"]
+==============  =======================================================================================
+scheme          TorchRL's pairing of a trainer end and a worker end, one per model of a collector
+updater         what an LLM collector calls to update its engines
+policy          an actor whose tokens come from remote engines, with the version that sampled each
+lag             by how many versions a token's weights are older than the newest
+==============  =======================================================================================
+"""

@@ -19,7 +19,7 @@ from torchrl_ext.base.reports import Spans
 from torchrl_ext.base.types import ParamMeta, label_number
 from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.control.client import EngineClient
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.base import Handoff
 
 __all__ = ["Connection", "update_error"]
@@ -125,7 +125,7 @@ class Connection:
                 self._join(params, spans)
             except WeightSyncError:
                 self.drop()  # the group is incomplete, also for members that joined an earlier one
-                if isinstance(self.engine, Pool):
+                if isinstance(self.engine, Fleet):
                     self.engine.doubt()
                 before, members = members, self._members()
                 if {*before} <= {*members}:
@@ -162,8 +162,8 @@ class Connection:
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         engine = self.engine
         found = engine.info()
-        # a pool reports its oldest version, but no version number that any of its engines has may be used again
-        infos = engine.infos() if isinstance(engine, Pool) else [found]
+        # a fleet reports its oldest version, but no version number that any of its engines has may be used again
+        infos = engine.infos() if isinstance(engine, Fleet) else [found]
         labels = [info.weight_version for info in infos]
         self.newest = max([self.newest, *(label_number(label) or 0 for label in labels)])
         self._labels = {info.url: info.weight_version for info in infos}

@@ -20,7 +20,7 @@ from torchrl_ext.base.types import Info, ParamMeta, Part, decoded
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.sliced import Sliced
-from torchrl_ext.data.transports.base import Arrival, Worker, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, Worker, LandingEnd
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.versions.opening import admit
 from torchrl_ext.data.weights.digests import digest_of, position_digest, tensor_digest
@@ -29,7 +29,7 @@ from torchrl_ext.data.weights.derived import as_source
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Held", "WeightReceiver"]
+__all__ = ["WeightsState", "WeightReceiver"]
 
 _TIMEOUT_S = 60.0  # if the trainer sends no timeout
 _NOTHING_TO_REHEARSE = "the model computes with the tensors that are read back: there is nothing to rehearse"
@@ -37,7 +37,7 @@ _AGAIN = "send again: the next update is sent whole"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class WeightsState:
     """The state of a model's weights.
 
     Attributes:
@@ -87,10 +87,10 @@ class WeightReceiver:
         self._loader: WeightLoader | None = None if target is None else as_loader(target)
         self.target = target
         self._alone, self._rank = transport, rank
-        self._end: WorkerEnd | None = None
+        self._end: LandingEnd | None = None
         self._timeout_s, self._within = _TIMEOUT_S, Deadline(0)
         self.connection = self._sender = ""
-        self.held = Held(base=0, intact=True)
+        self.held = WeightsState(base=0, intact=True)
         self._staged: Changes | None = None
         self._part: Part | None = None  # set while a partial update is under way
         self._sealed = self._loading = False  # a load, past its `finish`; a load, not a commit of changes
@@ -149,7 +149,7 @@ class WeightReceiver:
             case messages.Reset():
                 self.invalidate(empty=message.weights == "gone")
                 if message.weights == "reloaded":
-                    self.held = Held()
+                    self.held = WeightsState()
                     self._require_loader().reloaded()
             case messages.State():
                 return {} if message.connection else self._state()
@@ -427,7 +427,7 @@ class WeightReceiver:
         """
         self.due(message)
         self.version = message.version
-        self.held, self._sealed = Held(base=self.version, intact=True), False
+        self.held, self._sealed = WeightsState(base=self.version, intact=True), False
         self._expect(None)
         return {"version": self.version, "digest": self._compared}
 
@@ -439,7 +439,7 @@ class WeightReceiver:
             torn: the engine is loading a checkpoint itself, which is incomplete until a `Reset`.
         """
         landing = self.version if torn else self.held.landing
-        self.held = Held(landing=landing, empty=empty)  # first, as a version may be staged in another thread
+        self.held = WeightsState(landing=landing, empty=empty)  # first, as a version may be staged in another thread
         self._staged, self._loads = None, []
         self._expect(None)
         self._require_loader().invalidate()
@@ -471,7 +471,7 @@ class WeightReceiver:
             self.close()
         self.target, self._loader = model, loader
         self._staged = self._part = None
-        self.held = Held(base=0 if first else None, intact=first)
+        self.held = WeightsState(base=0 if first else None, intact=first)
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
         """Connect the worker end of a collective transport; other transports need no group."""
@@ -496,7 +496,7 @@ class WeightReceiver:
         loader.start()
         loader.load(source)
         loader.finish()
-        self.held = Held()
+        self.held = WeightsState()
 
     def _state(self) -> Info:
         torn = {"whole": True} if self.whole else {"whole": False, "landing": self.held.landing or self.version}
@@ -504,7 +504,7 @@ class WeightReceiver:
 
     def _spoil(self, landing: int | None = None) -> None:
         """Note that the model's tensors now have several origins; ``landing`` is the version of some of them."""
-        self.held = Held(landing=self.held.landing if landing is None else landing, empty=self.held.empty)
+        self.held = WeightsState(landing=self.held.landing if landing is None else landing, empty=self.held.empty)
 
     @contextmanager
     def _comparing(self, landing: int | None = None) -> Iterator[None]:
@@ -531,7 +531,7 @@ class WeightReceiver:
             raise ConfigError(f"a {type(loader).__name__} takes whole tensors only, not changes")
         return loader
 
-    def _require_end(self) -> WorkerEnd:
+    def _require_end(self) -> LandingEnd:
         if self._end is None:
             raise NotConnectedError("this receiver has not joined a transport", hint="connect first")
         return self._end

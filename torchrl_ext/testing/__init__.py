@@ -1,6 +1,8 @@
-"""Test suites for new transports, and tiny models.
+"""Test suites that others run: the contract of a transport, the judge of an engine; and tiny models.
 
     from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
+
+Here belongs what judges the code of others. Fakes and helpers of our own tests are in ``tests/``.
 
 The suites need pytest: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
 """

@@ -25,7 +25,7 @@ def register():
     from torchrl_ext.data.landing.loader import TensorsLoader
     from torchrl_ext.engines.loader import EngineLoader
     from torchrl_ext.sync.receiver import WeightReceiver
-    from torchrl_ext.sync.worker_end import WorkerEnd
+    from torchrl_ext.sync.engine_worker import EngineWorker
 
     made = EngineLoader.__init__
 
@@ -38,7 +38,7 @@ def register():
 
     EngineLoader.__init__ = init
     wrap(Message, "from_json", "ours")
-    for owner, names in {WorkerEnd: ("handle",), WeightReceiver: ("handle", "connect", "prefetch")}.items():
+    for owner, names in {EngineWorker: ("handle",), WeightReceiver: ("handle", "connect", "prefetch")}.items():
         for name in names:
             wrap(owner, name, "ours")
     called = ("_placed", "_in_place", "_passing", "check", "patchable", "part", "slices", "missing", "landings")

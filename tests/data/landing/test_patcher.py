@@ -168,7 +168,7 @@ def test_a_patcher_follows_digests_nothing_in_pauses_and_reads_all_tensors_back_
     generator, old, kernels = torch.Generator().manual_seed(0), state(1), Watched()
     live = copy_of(old)
     patcher = Patcher(identity(live), kernels)
-    patcher.held()
+    patcher.digests_of_memory()
     kernels.digested = 0
     for turn in range(READ_BACK_VERSIONS):
         new = {name: patched_copy(tensor, (0.01, 0.5, 0.0)[turn % 3], generator) for name, tensor in old.items()}
@@ -180,7 +180,7 @@ def test_a_patcher_follows_digests_nothing_in_pauses_and_reads_all_tensors_back_
         assert all(same_bits(live[name], tensor) for name, tensor in new.items())
         old = new
     assert kernels.digested == sum(tensor.numel() for tensor in old.values())
-    assert {name: digest.hex() for name, digest in patcher.held().items()} == change.digests
+    assert {name: digest.hex() for name, digest in patcher.digests_of_memory().items()} == change.digests
 
 
 def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_is_written():
@@ -189,7 +189,7 @@ def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_i
     as_bits(new["a"]).view(-1)[5] ^= 1
     live = copy_of(old)
     patcher, forth, back = Patcher(identity(live)), step(old, new), step(new, old)
-    patcher.held()
+    patcher.digests_of_memory()
     as_bits(live["b"]).view(-1)[17] ^= 1
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         for turn in range(READ_BACK_VERSIONS):

@@ -1,6 +1,6 @@
 """A tensor-parallel engine, small enough for hundreds of runs: its workers are threads.
 
-Each worker holds a slice of every tensor, lands what comes in live memory, and takes messages from a `WorkerEnd`, as
+Each worker holds a slice of every tensor, lands what comes in live memory, and takes messages from a `EngineWorker`, as
 in a real engine. It is driven by JSON lines over a socket; `LinePort` is the client's end.
 """
 
@@ -21,7 +21,7 @@ from torchrl_ext.data.landing.loader import Sliceable, WeightLoader
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import byte_view, tensor_digest
-from torchrl_ext.sync.worker_end import WorkerEnd
+from torchrl_ext.sync.engine_worker import EngineWorker
 
 WAIT_S = 60
 
@@ -133,7 +133,7 @@ class Served:
         together = Together(2)
         self.loaders = [loader(rank, 2) for rank in range(2)]
         self.ends = [
-            WorkerEnd(loader, rank=rank, workers=2, agree=together.agree(rank))
+            EngineWorker(loader, rank=rank, workers=2, agree=together.agree(rank))
             for rank, loader in enumerate(self.loaders)
         ]
         self._pool = ThreadPoolExecutor(2)
@@ -192,10 +192,10 @@ class LinePort(Port):
     def tell(self, message):
         return self.ask("message", message=message.to_json())["answers"]
 
-    def hold(self, before):
+    def pause(self, before):
         self.ask("pause", paused=True)
 
-    def release(self):
+    def resume(self):
         self.ask("pause", paused=False)
 
     def ask(self, do, **more):

@@ -12,7 +12,7 @@ from torchrl_ext.base.errors import TransportError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
 from torchrl_ext.data.transports import disk, shared_root
 from torchrl_ext.data.transports.delta import reader
-from torchrl_ext.data.transports.ranks import Group, TrainerRanks
+from torchrl_ext.data.transports.ranks import RankStore, TrainerRanks
 
 MODULES = {"delta": reader, "disk": disk}
 
@@ -65,7 +65,7 @@ def test_an_abort_ends_the_wait_of_a_trainer_rank_for_rank_0():
             looked.set()
             return super().add(key, more)
 
-    group = Group(1, 2, Store())
+    group = RankStore(1, 2, Store())
     transport.ranks = TrainerRanks("abort", WAIT_S, group=lambda: group)
     following = in_thread(lambda: transport.send_weights({"x": 1}), "rank 1")
     assert looked.wait(WAIT_S)

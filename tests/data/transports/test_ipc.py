@@ -34,7 +34,7 @@ from tests.memory import track_peak
 from tests.processes import calling, files_of, maps_of, running_python
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.data.transports.ipc.memory import create
-from torchrl_ext.data.transports.ipc.messages import Announce, Load, Welcome
+from torchrl_ext.data.transports.ipc.messages import Announce, IPCLoad, Welcome
 from torchrl_ext.data.transports.links import shared_address
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
@@ -121,7 +121,7 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
     ended.wait(WAIT_S)
     with closing(create(2 * SMALL_BYTES)) as segment:
         welcome = Welcome(session="x", segment=replace(segment.handle, pid=ended.pid))
-    announce = Announce(version=1, params=(), load=Load(session="x", handoff=1))
+    announce = Announce(version=1, params=(), load=IPCLoad(session="x", handoff=1))
     lines = b"".join(frame(json.dumps(message.to_json()).encode()) for message in (welcome, announce))
     worker = make()
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:

@@ -38,7 +38,7 @@ from torchrl_ext.data.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.data.transports.ipc import transport as ipc
 from torchrl_ext.data.transports.ipc.cuda_memory import CudaHandle
 from torchrl_ext.data.transports.ipc.memory import HostHandle, create
-from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, Load, Welcome
+from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome
 from torchrl_ext.data.transports.ipc.worker import IPCWorker
 from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.data.transports.links import LocalListener, new_address, shared_address
@@ -314,7 +314,7 @@ def offered(draw, message):
 
 
 PARAMS = (ParamMeta("a", torch.float32, (3,)), ParamMeta("b", torch.uint8, (2, 3)))
-LOAD = Load(session="s", handoff=3)
+LOAD = IPCLoad(session="s", handoff=3)
 
 
 def send(draw, stranger, first, others):

@@ -26,7 +26,7 @@ from torchrl_ext.base.errors import (
     TransportError,
     UpdateError,
 )
-from torchrl_ext.data.transports.ranks import Group, TrainerRanks, numbered
+from torchrl_ext.data.transports.ranks import RankStore, TrainerRanks, numbered
 
 PATIENT_S = 60.0
 KINDS = ["hash", "file", "tcp"]
@@ -50,7 +50,7 @@ class Stores:
         return self.shared
 
     def trainer(self, size=2, timeout_s=PATIENT_S):
-        groups = [Group(rank, size, self.client()) for rank in range(size)]
+        groups = [RankStore(rank, size, self.client()) for rank in range(size)]
         return [TrainerRanks("policy", timeout_s, group=lambda group=group: group) for group in groups]
 
 
@@ -290,7 +290,7 @@ class TestAlone:
 
 
 def leads_for_ever(path):
-    ranks = TrainerRanks("policy", 30, group=lambda: Group(0, 2, dist.FileStore(path, -1)))
+    ranks = TrainerRanks("policy", 30, group=lambda: RankStore(0, 2, dist.FileStore(path, -1)))
     print("now", flush=True)
     with ranks.leading() as session:
         session.order("echo")
@@ -302,7 +302,7 @@ def test_rank_0_that_is_killed_is_named_at_the_deadline(tmp_path, beside):
     store, follows = dist.FileStore(path, -1), threading.Event()
     with running_python(calling(leads_for_ever, path)) as first:
         assert first.stdout.readline() == "now\n"
-        ranks = TrainerRanks("policy", 0.1, group=lambda: Group(1, 2, store))
+        ranks = TrainerRanks("policy", 0.1, group=lambda: RankStore(1, 2, store))
         call = beside(ranks.following, lambda: {"echo": lambda args: follows.set()})
         assert follows.wait(WAIT_S)
         first.send_signal(signal.SIGKILL)

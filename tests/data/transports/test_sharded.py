@@ -22,7 +22,7 @@ from tests.processes import WAIT_S
 from tests.ranks import on_ranks
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.group.notes import HostedNotes
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
@@ -60,7 +60,7 @@ def client(served):
 def sending(rank, served, dtype=None, **settings):
     """A sender on every rank; rank 0 drives the engines."""
     settings = {"bucket_bytes": 8192, "timeout_s": 20, **settings}
-    engines = Pool([client(one) for one in served]) if rank == 0 else None
+    engines = Fleet([client(one) for one in served]) if rank == 0 else None
     sender = tx.WeightSender(tx.make_transport("sharded", **settings), engines, rank=rank, dtype=dtype, finite=False)
     yield sender
     sender.shutdown()
@@ -100,7 +100,7 @@ def test_equal_engines_that_join_or_leave_cost_the_trainer_no_more_than_one(rank
     with sending(rank, served[:1], dtype=torch.bfloat16) as sender:
         sender.register_model(made)
         for now in (served[:1], served, served[1:]):
-            sender.init_all_workers_group(vllm_engine=Pool([client(one) for one in now]) if rank == 0 else None)
+            sender.init_all_workers_group(vllm_engine=Fleet([client(one) for one in now]) if rank == 0 else None)
             step(made)
             report = sender.update_weights()
             wanted = expected(made, torch.bfloat16)

@@ -26,7 +26,7 @@ from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import join
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.group.notes import HostedNotes, RemoteNotes
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.ranks import _Notes
@@ -112,7 +112,7 @@ def run_rank(rank, port, ports, role, at):
     join(rank, 2, port)
     engines = [Engine(LinePort(one)) for one in ports]
     transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=60)
-    sender = tx.WeightSender(transport, Pool(engines) if rank == 0 else None, rank=rank, finite=False)
+    sender = tx.WeightSender(transport, Fleet(engines) if rank == 0 else None, rank=rank, finite=False)
     sender.update_weights(source(1))
     dist.barrier()  # rank 1 hears how an update ended from rank 0, which may die at the first step of the next one
     steps.begin(at if role == f"rank {rank}" else 0)

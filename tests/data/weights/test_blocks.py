@@ -43,7 +43,7 @@ def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeyp
     monkeypatch.setattr(hf_names, "_revert", revert)
     view, sources = View((4,), (1,)), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
     model = nn.Linear(1, 1)
-    group = hf_names.Group(
+    group = hf_names.SameWeights(
         sources=sources, results={"x": view, "y": view}, copied=True, prefix="in.", model=weakref.ref(model)
     )
     live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}

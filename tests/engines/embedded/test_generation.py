@@ -13,7 +13,7 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.base.messages import Start, Verify
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.protocol import GenerateRequest, Sampling
 from torchrl_ext.engines.embedded.sampling import pick
 from torchrl_ext.engines.embedded.scheduler import Scheduler
@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture
 def engine(checkpoint):
-    made = Engine(str(checkpoint), dtype="float32")
+    made = EmbeddedEngine(str(checkpoint), dtype="float32")
     yield made
     made.close()
 
@@ -245,7 +245,7 @@ class TestPauses:
         assert not job.future.done()
 
     def test_the_end_of_the_engine_ends_what_runs(self, checkpoint):
-        engine = Engine(str(checkpoint), dtype="float32")
+        engine = EmbeddedEngine(str(checkpoint), dtype="float32")
         reached = held_after(engine, 3)
         running = submit(engine)
         assert reached.wait(60)

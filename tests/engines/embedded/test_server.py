@@ -15,7 +15,7 @@ from torchrl_ext.base.messages import Join
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.data.landing.loader import as_loader
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 
 CONTEXT = 4096
 LONG = 1500
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with served_here(Engine(str(checkpoint), dtype="float32")) as running:
+    with served_here(EmbeddedEngine(str(checkpoint), dtype="float32")) as running:
         yield running
 
 

@@ -20,7 +20,7 @@ from tests.rl.collectors.chat import make_env, make_remote_policy
 from tests.rl.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
 from torchrl_ext.base.registry import transports
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 FIRST = ("collective", "delta")
@@ -174,7 +174,7 @@ def test_what_cannot_work_is_said():
         updater.push_weights(make_policy(), worker_ids=1)
     with pytest.raises(ConfigError, match="worker 0 cannot be updated by itself"):
         tx.TransportWeightUpdater("memory")(make_policy(), worker_ids=[0])
-    pair = Pool([InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
+    pair = Fleet([InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
     with pytest.raises(ConfigError, match="worker 0 cannot be updated by itself"):
         tx.TransportWeightUpdater("memory", pair).push_weights(make_policy(), worker_ids=[0])
     reports = []

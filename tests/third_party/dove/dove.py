@@ -132,10 +132,10 @@ class DovePort(Port):
         answer = self._http.post("/note", message.to_json(), timeout_s=self.timeout_s)["answer"]
         return [answer] if answer or isinstance(message, State) else []
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         self._http.post("/perch")
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._http.post("/fly")
 
 

@@ -1,1 +1,1 @@
-"""The command ``torchrl-ext demo``."""
+"""One module per command."""

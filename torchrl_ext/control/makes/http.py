@@ -76,8 +76,8 @@ class HTTPPort(Port):
         self.http, self.url, self.timeout_s = http, http.url, timeout_s
         self._pause_mode, self._keep_cache = pause_mode, keep_cache
         self._followed: tuple[str, ...] = ()
-        self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `suited`
-        self._ours = True  # until the server refuses one of our messages; `suited` sets it anew
+        self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `port_for`
+        self._ours = True  # until the server refuses one of our messages; `port_for` sets it anew
 
     @classmethod
     def over(cls, http: HTTPSession) -> Self:

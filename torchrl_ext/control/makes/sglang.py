@@ -136,8 +136,8 @@ class SGLangPort(HTTPPort):
             ) from error
         return found
 
-    def suited(self, info: Info) -> Port:
-        """See `Port.suited`.
+    def port_for(self, info: Info) -> Port:
+        """See `Port.port_for`.
 
         Raises:
             ConfigError: ``keep_cache`` is set and the server keeps keys and values in a store.
@@ -215,21 +215,21 @@ class SGLangPort(HTTPPort):
         """Begin or end SGLang's weight-update session."""
         self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         try:
             self._session("end")
         except EngineRefusedError as error:
             if "no weight-update session" not in error.what:
                 raise
 
-    def label_as(self, version: int) -> None:
+    def set_label(self, version: int) -> None:
         label = str(version)
         self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         found = str(self._model().get("weight_version"))
         if found != label:
             raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         pooled = self._facts.info.worker_type in ("prefill", "decode")  # each engine has one half of a request
         modes = ["abort" if pooled and self._pause_mode == "retract" else self._pause_mode]
         if modes == ["abort"] and before.paused:
@@ -237,7 +237,7 @@ class SGLangPort(HTTPPort):
         for mode in modes:
             self._post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._post("/continue_generation", {})
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
@@ -353,7 +353,7 @@ class StockSGLangPort(StockPort, SGLangPort):
             case Start() if self.group:
                 self._open_session()
             case Start():
-                self.abandon()  # a failed update's session
+                self.cancel()  # a failed update's session
             case Load():
                 self._load(message)
             case Finish() if self.group:

@@ -124,8 +124,8 @@ class VLLMPort(HTTPPort):
         info = facts.serving(world_size=world_size, weight_version=weight_version)
         return replace(info, transports=self.followed()) if facts.has_backend else info
 
-    def suited(self, info: Info) -> Port:
-        """See `Port.suited`.
+    def port_for(self, info: Info) -> Port:
+        """See `Port.port_for`.
 
         Raises:
             ConfigError: ``keep_cache`` is set and the server has a KV connector; or the server shares its weights.
@@ -199,7 +199,7 @@ class VLLMPort(HTTPPort):
                     return answers_in(answer.json())
             return answers_in(answer.checked_json(*self.fields[route]))
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         with suppress(EngineRefusedError):  # workers may have no open update any more
             self._post("/finish_weight_update")
 
@@ -221,12 +221,12 @@ class VLLMPort(HTTPPort):
             raise EngineRefusedError(f"{self.url}/reset_prefix_cache answered {answer!r:.200}", expected="'success'")
         return answer["success"] is True
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         # `drop_cached` follows the load; until then the cache matches the weights, and a failed update keeps it
         query = {"mode": self._pause_mode, "clear_cache": "false"}
         self._post("/pause", query=query, timeout_s=self.timeout_s)
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._post("/resume")
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
@@ -374,9 +374,9 @@ class StockVLLMPort(StockPort, VLLMPort):
             return
         self._post("/update_weight_version", {"new_version": label})
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         if self.group:
-            super().abandon()
+            super().cancel()
 
 
 @final

@@ -14,7 +14,7 @@ from torchrl_ext.base.registry import engines as kinds
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.control.discovery import connect, discover
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import normalise_url
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import GuardedProcess
@@ -112,7 +112,7 @@ class Routing:
         defaults = {"max_concurrency": 64 * len(self.engines), "api_key": self.api_key, "persistent": True}
         return InferenceClient(self.url, kind=self.engines[0].kind, **{**defaults, **settings})
 
-    def fleet(self, **settings: Any) -> Pool:
+    def fleet(self, **settings: Any) -> Fleet:
         """Return a client for `WeightSender` and for control of every engine.
 
         Args:

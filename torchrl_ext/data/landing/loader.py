@@ -282,7 +282,7 @@ class TensorsLoader(WeightLoader, Patchable):
         return "in place"
 
     def position_digests(self) -> dict[str, str]:
-        found = {name: one.hex() for name, one in self._patches().held().items()}
+        found = {name: one.hex() for name, one in self._patches().digests_of_memory().items()}
         return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Changes) -> None:

@@ -216,7 +216,7 @@ class Patcher:
         self._damage = None
         self.drop()
 
-    def held(self) -> dict[str, PositionDigest]:
+    def digests_of_memory(self) -> dict[str, PositionDigest]:
         """Return the digest of what this rank holds now of each tensor, from the bytes."""
         self._held.clear()
         self._take(self.pieces)

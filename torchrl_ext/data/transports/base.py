@@ -1,6 +1,6 @@
 """The contract of the data layer. A transport moves bytes; it knows nothing of engines, HTTP, pauses or caches.
 
-Its two ends are two classes: `Transport` is the trainer's, `WorkerEnd` a worker's. A control layer, or a
+Its two ends are two classes: `Transport` is the trainer's, `LandingEnd` a worker's. A control layer, or a
 `torchrl_ext.data.transports.standalone.Mailbox`, carries the trainer's messages (`Handoff.info`) to the workers.
 
 To add a transport, implement the abstract methods of both (or of `StandaloneTransport`, which also works without a
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "WorkerEnd", "exclusive", "passing",
+    "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "LandingEnd", "exclusive", "passing",
     "steps_of",
 ]  # fmt: skip
 
@@ -193,7 +193,7 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
         """Return the end of worker ``here``, connected to the trainer whose `open` returned ``info``."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Transport(ABC):
         self.shutdown()
 
 
-class WorkerEnd(ABC):
+class LandingEnd(ABC):
     """A worker's end: `stage` and `receive` for each version, and `close`."""
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:

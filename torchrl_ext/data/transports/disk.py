@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker, LandingEnd
 from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.data.versions.chain import Chain
@@ -133,7 +133,7 @@ class DiskTransport(StandaloneTransport):
         return self.mailbox
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
         offer = Invitation.from_json(info, "the offer of a disk transport")
         store = LocalStore(offer.root)
         offer.find(store, within)
@@ -141,7 +141,7 @@ class DiskTransport(StandaloneTransport):
 
 
 @final
-class DiskReader(WorkerEnd, Mailbox):
+class DiskReader(LandingEnd, Mailbox):
     """Reads versions of a root; a version that was staged, or that `get` returned, stays open and readable.
 
     Args:

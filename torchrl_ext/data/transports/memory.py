@@ -13,7 +13,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import settle
 from torchrl_ext.base.errors import IntegrityError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, LandingEnd
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 
@@ -45,7 +45,7 @@ _CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDiction
 """Channels by name, each as long as one of its ends exists."""
 
 
-class Offer(Wire, frozen=True, kw_only=True):
+class MemoryOffer(Wire, frozen=True, kw_only=True):
     """Names the channel to a worker of the same process."""
 
     channel: str
@@ -80,7 +80,7 @@ class MemoryTransport(StandaloneTransport):
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._connected = True
-        return Handoff(info=Offer(channel=self._name).to_json())
+        return Handoff(info=MemoryOffer(channel=self._name).to_json())
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         tensors = {meta.name: tensor.clone() for meta, tensor in checked(update.source)}
@@ -101,12 +101,12 @@ class MemoryTransport(StandaloneTransport):
         if self._sends:
             self._channel.tensors = self._channel.newest = None
 
-    def attend(self, within: Deadline) -> WorkerEnd:
+    def attend(self, within: Deadline) -> LandingEnd:
         return _MemoryWorker(self._name, self._channel)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
-        name = Offer.from_json(info, "the offer of a memory transport").channel
+    def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
+        name = MemoryOffer.from_json(info, "the offer of a memory transport").channel
         channel = _CHANNELS.get(name)
         if channel is None:
             raise TransportError(
@@ -118,7 +118,7 @@ class MemoryTransport(StandaloneTransport):
 
 
 @final
-class _MemoryWorker(WorkerEnd):
+class _MemoryWorker(LandingEnd):
     def __init__(self, name: str, channel: _Channel) -> None:
         self._name, self._channel = name, channel
 

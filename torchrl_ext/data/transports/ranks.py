@@ -27,7 +27,7 @@ from torchrl_ext.base.errors import ConcurrentUpdateError, NotConnectedError, Tr
 from torchrl_ext.base.types import Info, described
 from torchrl_ext.data.weights.sharing import Ranks
 
-__all__ = ["Group", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
+__all__ = ["RankStore", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -53,7 +53,7 @@ _WHERE = {
 _made: Counter[str] = Counter()  # by kind, in this process
 
 
-class Group(NamedTuple):
+class RankStore(NamedTuple):
     """A trainer's ranks: this process's rank, the number of ranks, and the store that they share."""
 
     rank: int
@@ -61,12 +61,12 @@ class Group(NamedTuple):
     store: Any
 
 
-def torch_group() -> Group:
+def torch_group() -> RankStore:
     """Return torch's process group, or a group of one rank if there is none."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return Group(0, 1, None)
+        return RankStore(0, 1, None)
     store = torch.distributed.distributed_c10d._get_default_store()
-    return Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), store)
+    return RankStore(torch.distributed.get_rank(), torch.distributed.get_world_size(), store)
 
 
 def numbered(kind: str) -> str:
@@ -251,7 +251,7 @@ class TrainerRanks:
     """
 
     def __init__(
-        self, name: str, timeout_s: float, *, rank: int | None = None, group: Callable[[], Group] = torch_group
+        self, name: str, timeout_s: float, *, rank: int | None = None, group: Callable[[], RankStore] = torch_group
     ) -> None:
         self._name, self._timeout_s, self._rank, self._group = name, timeout_s, rank, group
         self._busy = threading.Lock()

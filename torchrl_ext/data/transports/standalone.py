@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.loader import as_loader
-from torchrl_ext.data.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
+from torchrl_ext.data.transports.base import Arrival, Transport, Update, LandingEnd, exclusive, passing, steps_of
 from torchrl_ext.data.weights.source import inner_model
 from torchrl_ext.data.weights.derived import as_source
 
@@ -34,7 +34,7 @@ class Mailbox(ABC):
 class StandaloneTransport(Transport):
     """A transport that needs no control layer: `send_weights` on the trainer, `receive_weights` on a worker.
 
-    An instance is either a trainer's or a worker's; a worker's creates its `WorkerEnd` with `attend` on the first
+    An instance is either a trainer's or a worker's; a worker's creates its `LandingEnd` with `attend` on the first
     receive.
 
     Args:
@@ -42,7 +42,7 @@ class StandaloneTransport(Transport):
     """
 
     _received: Arrival | None = None
-    _end: WorkerEnd | None = None
+    _end: LandingEnd | None = None
     _within: Deadline | None = None  # of the call that runs
     _connected = False
     _last_version = 0
@@ -58,7 +58,7 @@ class StandaloneTransport(Transport):
         """The mailbox of this end."""
 
     @abstractmethod
-    def attend(self, within: Deadline) -> WorkerEnd:
+    def attend(self, within: Deadline) -> LandingEnd:
         """Return the worker end of this instance, which needs no invitation."""
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:

@@ -1,1 +1,1 @@
-"""Full checkpoints and chains of versions as files: written, read, followed."""
+"""Full checkpoints and chains of versions as files: stores, manifests, written, read, followed."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import label_number
-from torchrl_ext.data.versions.folders import Held, Version, read_version, version_name, version_number
+from torchrl_ext.data.versions.folders import RunVersion, Version, read_version, version_name, version_number
 from torchrl_ext.data.versions.manifest import MANIFEST, DeltaManifest, Manifest
 from torchrl_ext.data.versions.store import Store
 
@@ -47,7 +47,7 @@ class Route:
         nbytes: bytes of all payload files on the route.
     """
 
-    start: Held | None
+    start: RunVersion | None
     keyframe: Manifest | None
     deltas: tuple[tuple[str, DeltaManifest], ...]
     nbytes: int
@@ -93,7 +93,7 @@ class Chain:
         """
         return self.head()[1]
 
-    def head(self) -> Held:
+    def head(self) -> RunVersion:
         """Return run and number of the newest version, as `latest`; the run is "" where nothing names it."""
         run, number = self._pointed()
         while number and (newer := self._newer(number)):
@@ -142,7 +142,7 @@ class Chain:
         if keyframe is not None:
             self._keyframes[version] = keyframe
 
-    def _pointed(self) -> Held:
+    def _pointed(self) -> RunVersion:
         """Return run and number of the version that the pointer names; ("", 0) where there is none."""
         try:
             text = self.store.get(_LATEST, at_most=_LONGEST)
@@ -185,7 +185,7 @@ class Chain:
 
     # how to get to one
 
-    def route(self, target: int, held: Held | None = None, *, based: bool = False) -> Route:
+    def route(self, target: int, held: RunVersion | None = None, *, based: bool = False) -> Route:
         """Return the route to ``target`` that reads the fewest bytes.
 
         Args:
@@ -198,7 +198,7 @@ class Chain:
             IntegrityError: a link is missing, and neither a keyframe nor the version held lies after it; names it.
         """
         deltas: list[tuple[str, DeltaManifest]] = []
-        best: tuple[int, Held | None, Manifest | None, int] | None = None  # bytes, two starts, how many of the deltas
+        best: tuple[int, RunVersion | None, Manifest | None, int] | None = None  # bytes, two starts, how many of the deltas
         number, nbytes = target, 0
         while True:
             base_run = deltas[-1][1].base_run_id if deltas else ""

@@ -11,7 +11,7 @@ from torchrl_ext.base.types import VERSIONS, ParamMeta
 from torchrl_ext.data.versions.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
 from torchrl_ext.data.versions.store import Store
 
-__all__ = ["BESIDE", "Held", "Version", "read_version", "version_name", "version_number"]
+__all__ = ["BESIDE", "RunVersion", "Version", "read_version", "version_name", "version_number"]
 
 BESIDE = "delta"
 """The folder of a keyframe that holds its delta."""
@@ -19,7 +19,7 @@ BESIDE = "delta"
 _NAME = re.compile(r"weight_v(\d{6}|[1-9]\d{6,17})", re.ASCII)
 """Matches the names of version directories; its group is the number."""
 
-Held = tuple[str, int]
+RunVersion = tuple[str, int]
 """The run id and the number of a version; the number alone could be that of an earlier run."""
 
 

@@ -23,7 +23,7 @@ from torchrl_ext.data.deltas.units import units
 from torchrl_ext.data.versions.chain import Chain, Route
 from torchrl_ext.data.versions.containers import FileEncoding
 from torchrl_ext.data.versions.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.versions.folders import Held
+from torchrl_ext.data.versions.folders import RunVersion
 from torchrl_ext.data.versions.manifest import MANIFEST, Manifest
 from torchrl_ext.data.versions.open_delta import OpenDelta, Range, Wanted, needs_old
 from torchrl_ext.data.versions.payloads import Payloads, incomplete
@@ -81,7 +81,7 @@ class OpenRoute:
         route: Route,
         target: int,
         open_full: OpenFull,
-        held: Held | None,
+        held: RunVersion | None,
         base: OpenBase | None,
         wanted: Wanted | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from torchrl_ext.data.deltas.patch import Patch, apply_patch
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.data.versions.folders import Held
+from torchrl_ext.data.versions.folders import RunVersion
 from torchrl_ext.data.versions.manifest import DeltaManifest
 from torchrl_ext.data.versions.open_delta import Wanted
 from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
@@ -47,7 +47,7 @@ class ChainReader:
     def __init__(self, chain: Chain, base: str | None = None, open_full: OpenFull | None = None) -> None:
         self.chain, self._open_full = chain, open_full or partial(PublishedVersion, chain.store)
         self._base: OpenBase | None = None if base is None else partial(CheckpointSource, base)
-        self.held: Held | None = None
+        self.held: RunVersion | None = None
         self.mirror: dict[str, Tensor] = {}
         self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
@@ -171,7 +171,7 @@ class ChainReader:
         """Return which blocks of a changed tensor the worker needs; None where it needs all."""
         return None if self._retained(name) else self._slices.get(name)
 
-    def _open(self, target: int, held: Held | None, wanted: Wanted | None = None) -> OpenRoute:
+    def _open(self, target: int, held: RunVersion | None, wanted: Wanted | None = None) -> OpenRoute:
         """Open the shortest route to ``target``; another one when a version on it is collected meanwhile."""
         for last in range(_ATTEMPTS - 1, -1, -1):
             try:

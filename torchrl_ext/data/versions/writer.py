@@ -12,7 +12,7 @@ from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.types import Info
 from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.data.versions.folders import BESIDE, Held, version_name
+from torchrl_ext.data.versions.folders import BESIDE, RunVersion, version_name
 from torchrl_ext.data.versions.manifest import MANIFEST
 from torchrl_ext.data.versions.owned import Order, Owned, Written
 from torchrl_ext.data.versions.store import Store
@@ -63,7 +63,7 @@ class ChainWriter:
         self._store, self._chain, self._run_id, self._own = store, chain, run_id, own
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._one_owner, self._timeout_s = one_owner, timeout_s
-        self._version: Held | None = None  # the version that the ranks' copies are
+        self._version: RunVersion | None = None  # the version that the ranks' copies are
         self._digests = np.empty((0, 2), DIGEST)  # of all parameters of the newest version
         self._files: dict[str, bytes] = {}  # of the base
         self._begun = False
@@ -142,7 +142,7 @@ class ChainWriter:
     def _answers(self, ranks: Ranks) -> list[Written]:
         return [Written.from_json(one, f"what rank {rank} wrote") for rank, one in enumerate(ranks.answers(), 1)]
 
-    def _delta(self, written: Sequence[Written], version: int, base: Held, before: np.ndarray) -> DeltaManifest:
+    def _delta(self, written: Sequence[Written], version: int, base: RunVersion, before: np.ndarray) -> DeltaManifest:
         """Return the manifest of what the ranks wrote."""
         codecs, files, rows, placed = list[Info](), dict[str, int](), list[np.ndarray](), dict[str, str]()
         for one in written:

@@ -1,1 +1,1 @@
-"""Where tensors come from."""
+"""Sources of weights: all tensors of a trainer, under the names of a checkpoint."""

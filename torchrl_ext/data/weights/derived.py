@@ -16,7 +16,7 @@ from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Shard
 from torchrl_ext.data.weights.checkpoint import with_dtype
-from torchrl_ext.data.weights.hf_names import Group, groups_of, shards_of_part
+from torchrl_ext.data.weights.hf_names import SameWeights, groups_of, shards_of_part
 from torchrl_ext.data.weights.peft import PeftSource
 from torchrl_ext.data.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order
 
@@ -144,7 +144,7 @@ class ConvertedSource(WeightSource):
         ManifestError: in `params`, where two tensors meet under one checkpoint name.
     """
 
-    def __init__(self, source: RowSource, groups: Iterable[Group]) -> None:
+    def __init__(self, source: RowSource, groups: Iterable[SameWeights]) -> None:
         self._source = source
         self._groups = tuple(groups)
         self._group_of = {name: group for group in self._groups for name in group.sources}
@@ -211,7 +211,7 @@ class ConvertedSource(WeightSource):
     def files(self) -> Mapping[str, bytes]:
         return self._source.files()
 
-    def _batches(self) -> Iterator[tuple[Group | None, list[Row]]]:
+    def _batches(self) -> Iterator[tuple[SameWeights | None, list[Row]]]:
         """Yield what is taken together, in the order of the source: a group, or a tensor that keeps its name."""
         rows, begun = {row.name: row for row in self._source.rows()}, set()
         for name, row in rows.items():
@@ -226,7 +226,7 @@ class ConvertedSource(WeightSource):
 _COPIED = "its checkpoint tensor combines several blocks of the module's tensor"
 
 
-def _made(group: Group | None, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:
+def _made(group: SameWeights | None, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:
     """Yield what a batch becomes; nothing here keeps its tensors while the next ones are gathered."""
     undo = dict if group is None else group.undo
     yield from undo({row.name: row.take() for row in rows}).items()

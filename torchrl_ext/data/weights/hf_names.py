@@ -30,7 +30,7 @@ from torchrl_ext.data.weights.shared import Place, shared
 from torchrl_ext.data.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
 from torchrl_ext.data.weights.view import View, Walk, has_each_once
 
-__all__ = ["Group", "Spelling", "groups_of", "shards_of_part"]
+__all__ = ["SameWeights", "Spelling", "groups_of", "shards_of_part"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -72,7 +72,7 @@ def _taken(walk: Walk, shard: Shard) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class SameWeights:
     """Tensors of a module that become checkpoint tensors together.
 
     Attributes:
@@ -165,7 +165,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def groups_of(
     module: nn.Module, tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-) -> tuple[Group, ...]:
+) -> tuple[SameWeights, ...]:
     """Return the groups of tensors of ``module`` that have other names or another layout in its checkpoint.
 
     Args:
@@ -198,9 +198,9 @@ class _Known:
         self.noted = _noted(model)
         self.converts = _converts(model)
         self._model = weakref.ref(model)
-        self._plans: dict[Any, tuple[Group, ...]] = {}
+        self._plans: dict[Any, tuple[SameWeights, ...]] = {}
 
-    def groups(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[Group, ...]:
+    def groups(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[SameWeights, ...]:
         own = [(name, tensor) for name, tensor in tensors if name.startswith(prefix)]
         key = (prefix, tuple((name, tuple(tensor.shape), tensor.stride()) for name, tensor in own))
         if key not in self._plans:
@@ -209,7 +209,7 @@ class _Known:
             self._plans[key] = self._plan(prefix, own)
         return self._plans[key]
 
-    def _plan(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[Group, ...]:
+    def _plan(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[SameWeights, ...]:
         empty = {
             name.removeprefix(prefix): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
             for name, t in tensors
@@ -225,7 +225,7 @@ class _Known:
             )
             return ()
         return tuple(
-            Group(
+            SameWeights(
                 sources={prefix + name: (tuple(empty[name].shape), empty[name].stride()) for name in sources},
                 results={prefix + name: View.seen(made[name]) for name in results},
                 copied=copied,
@@ -358,10 +358,10 @@ class Spelling:
         source_of: name in ``places`` -> name of the live tensor that it is, or is a part of.
     """
 
-    def __init__(self, own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None = None) -> None:
+    def __init__(self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None = None) -> None:
         self._own, self._made_of = own, _what_matters(own, groups, sent)
-        self._group_of: dict[str, Group] = {}
-        results: dict[str, Group] = {}
+        self._group_of: dict[str, SameWeights] = {}
+        results: dict[str, SameWeights] = {}
         for group in groups:  # a part of a shard is no view of it: sharded modules take their own names
             if not any(is_distributed(own[name]) for name in group.sources):
                 self._group_of |= dict.fromkeys(group.sources, group)
@@ -382,7 +382,7 @@ class Spelling:
                 if part in self._results:
                     self.places[part], self.source_of[part] = view, name
 
-    def is_of(self, own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None) -> bool:
+    def is_of(self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None) -> bool:
         """Return whether these arguments would make the same; one with shards never is, as they may be replaced."""
         sharded = any(map(is_distributed, own.values()))
         return not sharded and self._made_of == _what_matters(own, groups, sent)
@@ -515,5 +515,5 @@ class Spelling:
             group.redo(self._own, tensors)
 
 
-def _what_matters(own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None) -> tuple[Any, ...]:
+def _what_matters(own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None) -> tuple[Any, ...]:
     return sent, tuple(groups), [(name, same_memory(tensor)) for name, tensor in own.items()]

@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     import uvicorn
 
-    from torchrl_ext.engines.embedded.engine import Engine
+    from torchrl_ext.engines.embedded.engine import EmbeddedEngine
     from torchrl_ext.engines.embedded.listening import patient
     from torchrl_ext.engines.embedded.server import make_app
 
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
-        engine = Engine(args.model, dtype=args.dtype, device=args.device, context=args.max_model_len)
+        engine = EmbeddedEngine(args.model, dtype=args.dtype, device=args.device, context=args.max_model_len)
         more = [route for path in args.routes for route in pkgutil.resolve_name(path)(engine)]
     except (WeightSyncError, ImportError, AttributeError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -25,7 +25,7 @@ from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.outputs import score
 
-__all__ = ["Engine"]
+__all__ = ["EmbeddedEngine"]
 
 _BUSY_S = 30.0  # how long a control call waits for the previous one
 _SEND_AGAIN = "send the weights again; the next complete update resumes the engine"
@@ -34,7 +34,7 @@ TAGS = frozenset({"weights", "kv_cache"})
 """vLLM's names for the memory that sleep releases."""
 
 
-class Engine:
+class EmbeddedEngine:
     """Hosts a model that generates and follows a trainer; the server's routes call its methods.
 
     Control calls run one at a time, and raise `DeadlineError` after 30 s of waiting for the previous one. Generation

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any, final
 
 from torchrl_ext.base.messages import Finish, Message, State
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 
 __all__ = ["Reloadable"]
 
 
 @final
 class Reloadable:
-    """An `Engine` that refuses to serve incomplete weights; see `torchrl_ext.engines.update_from_disk.ReloadableEngine`.
+    """An `EmbeddedEngine` that refuses to serve incomplete weights; see `torchrl_ext.engines.update_from_disk.ReloadableEngine`.
 
     Weights that are loaded drop the keys and values of running requests; there is no other cache.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine, self.model, self.resume = engine, engine.model_dir, engine.resume
 
     def paused(self) -> bool:

@@ -1,4 +1,4 @@
-"""Serves vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
+"""Serves vLLM's routes over an `EmbeddedEngine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
 
 ``POST /update_weights_from_disk`` is that of `torchrl_ext.engines.update_from_disk`.
 
@@ -39,7 +39,7 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Start, State, read
 from torchrl_ext.base.routes import Guard
 from torchrl_ext.base.types import Info, decoded
-from torchrl_ext.engines.embedded.engine import Engine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.loads import Reloadable
 from torchrl_ext.engines.embedded.protocol import GenerateRequest, Token
 from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
@@ -55,7 +55,7 @@ BODY_TIMEOUT_S = 60.0
 _OPEN_ROUTE = "/health"  # cluster probes have no key; they learn only that the process lives
 
 
-def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[BaseRoute] = ()) -> Starlette:
+def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """Return the server's application; blocking calls run in threads, so ``/health`` is answered at any time.
 
     Args:
@@ -176,7 +176,7 @@ def _mode(asked: _Asked) -> str:
     return asked.query.get("mode", "abort")
 
 
-def _server_info(engine: Engine) -> Info:
+def _server_info(engine: EmbeddedEngine) -> Info:
     return {
         "engine": "embedded",
         "version": torchrl_ext.__version__,
@@ -195,7 +195,7 @@ def _server_info(engine: Engine) -> Info:
     }
 
 
-def _state(engine: Engine) -> Info:
+def _state(engine: EmbeddedEngine) -> Info:
     weights, asleep = engine.handle(State()), sorted(engine.asleep)
     return {
         "is_sleeping": bool(asleep),
@@ -211,12 +211,12 @@ def _field(body: Info, name: str, kind: Any) -> Any:
     return decoded(body.get(name), kind, name)
 
 
-def _logprobs(engine: Engine, body: Info) -> Info:
+def _logprobs(engine: EmbeddedEngine, body: Info) -> Info:
     rows = engine.logprobs(_field(body, "prompts", list[list[Token]]))
     return {"logprobs": [[value if math.isfinite(value) else None for value in row] for row in rows]}
 
 
-def _sleep(engine: Engine, asked: _Asked) -> Info:
+def _sleep(engine: EmbeddedEngine, asked: _Asked) -> Info:
     level = {"0": 0, "1": 1, "2": 2}.get(asked.query.get("level", "1"))
     if level is None:
         raise ConfigError(f"there is no sleep level {asked.query['level']!r}", expected="0, 1 or 2")
@@ -224,17 +224,17 @@ def _sleep(engine: Engine, asked: _Asked) -> Info:
     return {"level": level}
 
 
-def _wake_up(engine: Engine, tags: list[str] | None) -> Info:
+def _wake_up(engine: EmbeddedEngine, tags: list[str] | None) -> Info:
     return {"status": "awake" if engine.wake_up(tags) else "sleeping", "tags": tags}
 
 
-def _message(engine: Engine, asked: _Asked, name: str) -> Info:
+def _message(engine: EmbeddedEngine, asked: _Asked, name: str) -> Info:
     """Handle the message in field ``name`` of a body."""
     answer = engine.handle(read(_field(asked.body, name, Info)))
     return {"answer": answer} if answer else {}
 
 
-def _reset(engine: Engine, asked: _Asked) -> None:
+def _reset(engine: EmbeddedEngine, asked: _Asked) -> None:
     """Drop the keys and values of running requests if the query says so; there is no other cache."""
     if asked.query.get("reset_running_requests", "").lower() in ("true", "1"):
         engine.scheduler.forget()

@@ -83,7 +83,7 @@ def _label_hooks() -> dict[str, Callable[..., Any]]:
 
 def _guarded(step: Callable[[], str]) -> tuple[bool, str]:
     """Take a step of a scheduler; return whether it went well, and what it or its error says. Never raises."""
-    from torchrl_ext.sync.worker_end import words_of
+    from torchrl_ext.sync.engine_worker import words_of
 
     try:
         success, words = True, step()
@@ -236,7 +236,7 @@ def _together(step: Callable[[], None]) -> None:
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     from torchrl_ext.engines.plugin import agree
-    from torchrl_ext.sync.worker_end import together
+    from torchrl_ext.sync.engine_worker import together
 
     together(lambda words: agree(words, get_tp_group().cpu_group), step)  # SGLang would return the first answer alone
 

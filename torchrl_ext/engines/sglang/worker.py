@@ -1,8 +1,8 @@
-"""One worker of an SGLang server: a `WorkerEnd` whose messages come and are answered as SGLang's strings.
+"""One worker of an SGLang server: a `EngineWorker` whose messages come and are answered as SGLang's strings.
 
 SGLang hands a message to every worker at the same point of its loop, in the thread that generates
 (`torchrl_ext.engines.sglang.register`). Each answers with a string, and the first worker's goes back. Beside what a
-`WorkerEnd` does, a worker does here
+`EngineWorker` does, a worker does here
 
 =================  ==============================================================================================
 `Flush`            drop cached keys and values. Answer: ``{"flushed": bool}``, false while requests hold on to them
@@ -25,7 +25,7 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.sglang.model import SGLangModel
-from torchrl_ext.sync.worker_end import WorkerEnd
+from torchrl_ext.sync.engine_worker import EngineWorker
 
 __all__ = ["SGLangWorker"]
 
@@ -43,7 +43,7 @@ class SGLangWorker:
     def __init__(self, runner: Any) -> None:
         self._model = SGLangModel(runner)
         group = self._model.group
-        self.end = WorkerEnd(
+        self.end = EngineWorker(
             EngineLoader(self._model),
             rank=distributed.get_rank(group),
             workers=distributed.get_world_size(group),
@@ -60,7 +60,7 @@ class SGLangWorker:
             scheduler: SGLang's `SchedulerWeightUpdaterManager`.
 
         Raises:
-            WeightSyncError: see `WorkerEnd.handle`.
+            WeightSyncError: see `EngineWorker.handle`.
         """
         match message:
             case Flush():

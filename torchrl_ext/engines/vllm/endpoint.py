@@ -98,11 +98,8 @@ class _Reloadable(VLLMObjectPort):
             **{name: workers[name] for name in ("empty", "whole") if name in workers},
         }
 
-    def pause(self) -> None:
-        self.hold(EngineState(paused=None))
-
-    def resume(self) -> None:
-        self.release()
+    def pause(self, before: EngineState = EngineState(paused=None)) -> None:  # noqa: B008 - it is frozen
+        super().pause(before)
 
     def finish(self, message: Finish, label: str | None) -> None:
         self.tell(message)
@@ -119,7 +116,7 @@ class _Reloadable(VLLMObjectPort):
     def undo(self, landing: bool) -> bool:
         if not landing:
             with suppress(Exception):  # the engine is gone
-                self.abandon()
+                self.cancel()
         return not landing  # nobody can tell what workers hold then
 
     def _label(self, label: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The weight-transfer backend inside a vLLM worker: a `WorkerEnd` behind vLLM's four stages.
+"""The weight-transfer backend inside a vLLM worker: a `EngineWorker` behind vLLM's four stages.
 
 Messages come as the ``init_info`` of ``/init_weight_transfer_engine`` and the ``update_info`` of ``/update_weights``;
 `Start` has a route of its own, without a body. `Finish` is a message, after which ``/finish_weight_update`` ends vLLM's
@@ -33,7 +33,7 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.vllm.model import VLLMModel
-from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
+from torchrl_ext.sync.engine_worker import EngineWorker, joined, words_of
 
 __all__ = ["TorchRLExtEngine", "agreed", "gather_words"]
 
@@ -55,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Hands vLLM's four stages to a `WorkerEnd` that loads through layerwise reload."""
+    """Hands vLLM's four stages to a `EngineWorker` that loads through layerwise reload."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -65,7 +65,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._is_last = parallel.rank == parallel.world_size - 1
         self._layers = VLLMModel(self.model, self.vllm_config)
         self._loader = EngineLoader(self._layers)
-        self._end = WorkerEnd(
+        self._end = EngineWorker(
             self._loader,
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             workers=parallel.world_size_across_dp,

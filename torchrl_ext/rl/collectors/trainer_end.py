@@ -20,7 +20,7 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.types import Info
 from torchrl_ext.base.reports import Logs, SyncReport
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.links import Link
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.rl.collectors.hub import Hub
@@ -144,7 +144,7 @@ class CollectorTransport:
             )
         if self._sender is None or self._sender[0] != engines:
             self._leave()
-            sender = WeightSender(self._scheme.create_transport(), Pool(engines), verify=self._scheme.verify)
+            sender = WeightSender(self._scheme.create_transport(), Fleet(engines), verify=self._scheme.verify)
             sender.log_to(self._scheme.logs)
             self._sender = engines, sender
         try:

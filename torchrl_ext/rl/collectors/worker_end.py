@@ -60,11 +60,11 @@ class LinkPort(Port):
             raise EngineUnreachableError(f"{self.url} ended")
         return EngineState(paused=False)
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         """Do nothing: a worker keeps collecting while weights land."""
 
-    def release(self) -> None:
-        """Do nothing, like `hold`."""
+    def resume(self) -> None:
+        """Do nothing, like `pause`."""
 
     def close(self, connection: str) -> None:
         if self.link.alive:

@@ -29,7 +29,7 @@ from torchrl_ext.sync.update_source import UpdateSource
 __all__ = ["InProcessEngine"]
 
 _VLLM = {"vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"}
-_EMBEDDED = {"torchrl_ext.engines.embedded.engine.Engine"}
+_EMBEDDED = {"torchrl_ext.engines.embedded.engine.EmbeddedEngine"}
 
 
 class InProcessEngine(Engine):

@@ -123,10 +123,10 @@ class ModulePort(LocalPort):
     def paused(self) -> bool:
         return not self.serving.is_set()
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         self.serving.clear()
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self.serving.set()
 
     def start_weights(self) -> WeightSource:
@@ -138,7 +138,7 @@ class ModulePort(LocalPort):
 
 
 class EmbeddedObjectPort(LocalPort):
-    """The embedded engine's object (`torchrl_ext.engines.embedded.engine.Engine`)."""
+    """The embedded engine's object (`torchrl_ext.engines.embedded.engine.EmbeddedEngine`)."""
 
     transport = "ipc"
 
@@ -161,10 +161,10 @@ class EmbeddedObjectPort(LocalPort):
     def asleep(self) -> frozenset[str]:
         return frozenset(self._engine.asleep)
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         self._engine.pause(self._mode, self.timeout_s)
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._engine.resume()
 
     def drop_cached(self) -> None:
@@ -277,15 +277,15 @@ class VLLMObjectPort(LocalPort):
     def paused(self) -> bool | None:
         return bool(self._do(self._llm.is_paused)) if self._asynchronous else None
 
-    def hold(self, before: EngineState) -> None:
+    def pause(self, before: EngineState) -> None:
         if self._asynchronous:
             self._do(self._llm.pause_generation, mode=self._mode, clear_cache=False)
 
-    def release(self) -> None:
+    def resume(self) -> None:
         if self._asynchronous:
             self._do(self._llm.resume_generation)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         with suppress(EngineRefusedError):  # after a failure, workers have no open update
             self._workers("finish_weight_update")
 

@@ -28,7 +28,7 @@ from torchrl_ext.base.registry import Make
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.port import Port
 from torchrl_ext.base.types import is_torchrl
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -190,7 +190,7 @@ def ray_engine(
             hint = "create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
             raise ConfigError("this AsyncVLLM has no replicas", hint=hint)
     if isinstance(engine, (list, tuple)):
-        return Pool([ray_engine(one, **settings) for one in engine])
+        return Fleet([ray_engine(one, **settings) for one in engine])
     if is_torchrl(engine, "LocalLLMWrapper"):
         return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", timeout_s=load_timeout_s, **how)
     if is_torchrl(engine, "RayLLMWorker"):

@@ -20,7 +20,7 @@ from torchrl_ext.data.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.data.transports.group import handoffs
 from torchrl_ext.data.transports.group.backends import choose_backend
 from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Member, Membership, Offer
+from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Member, Membership, GroupOffer
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import checked
@@ -28,7 +28,7 @@ from torchrl_ext.data.weights.source import checked
 __all__ = ["CollectiveWorker", "VLLMCollectiveTransport", "broadcast"]
 
 
-class Load(GroupLoad, frozen=True, kw_only=True):
+class CollectiveLoad(GroupLoad, frozen=True, kw_only=True):
     """One handoff.
 
     Attributes:
@@ -187,7 +187,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             DeadlineError: ranks, which the message names, did not arrive.
             ConfigError: the rank does not exist in this world size.
         """
-        offer = Offer.from_json(info, f"the offer of a {cls.name} transport")
+        offer = GroupOffer.from_json(info, f"the offer of a {cls.name} transport")
         if not 0 < here.rank < offer.members:
             raise ConfigError(
                 f"worker rank {here.rank} does not exist in world_size {offer.members}",
@@ -213,7 +213,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     hint="call init_all_workers_group with the metadata of the tensors that you send",
                 )
         self._handoffs += 1
-        load = Load(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
+        load = CollectiveLoad(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
         buckets = stream.buckets_of(params, self.bucket_bytes)
         return broadcast(self.member, load, update, buckets, bucket_bytes=self.bucket_bytes)
 
@@ -249,9 +249,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
 class CollectiveWorker(GroupWorker):
     """Receives the trainer's broadcasts in a group."""
 
-    load: ClassVar[type[Load]] = Load
+    load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
 
-    def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
+    def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
         buckets = stream.buckets_of(arrival.params, load.bucket_bytes)
         return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
 

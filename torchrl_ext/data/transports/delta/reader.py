@@ -14,7 +14,7 @@ from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, Wire
 from torchrl_ext.data.deltas.codec import codec_from_json
 from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.transports.base import Arrival, Worker, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, Worker, LandingEnd
 from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta.broadcast import Broadcast
 from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation
@@ -28,13 +28,13 @@ from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.versions.store import MemoryStore, Store
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["DeltaReader", "Offer"]
+__all__ = ["DeltaReader", "DeltaOffer"]
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
 _Taken = TypeVar("_Taken")
 
 
-class Offer(Wire, frozen=True, kw_only=True):
+class DeltaOffer(Wire, frozen=True, kw_only=True):
     """Where versions come from: a root (`Invitation`), or a group in which they are broadcast.
 
     Attributes:
@@ -55,7 +55,7 @@ class Offer(Wire, frozen=True, kw_only=True):
 
 
 @final
-class DeltaReader(WorkerEnd, Mailbox):
+class DeltaReader(LandingEnd, Mailbox):
     """Follows a chain; a version that was staged, or that `get` returned, stays open, so that none can prune it.
 
     Args:
@@ -84,7 +84,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         self._opened: OpenRoute | None = None
 
     @classmethod
-    def joined(cls, offer: Offer, here: Worker, within: Deadline) -> DeltaReader:
+    def joined(cls, offer: DeltaOffer, here: Worker, within: Deadline) -> DeltaReader:
         """Return the end of worker ``here``, connected to the trainer that made the offer.
 
         Raises:

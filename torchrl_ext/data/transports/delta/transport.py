@@ -20,7 +20,7 @@ from torchrl_ext.data.deltas.codec import encodings, make_codec
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta.broadcast import KeptTensors, announce
-from torchrl_ext.data.transports.delta.reader import DeltaReader, Offer
+from torchrl_ext.data.transports.delta.reader import DeltaReader, DeltaOffer
 from torchrl_ext.data.transports.ranks import Steps
 from torchrl_ext.data.transports.shared_root import SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneTransport
@@ -169,7 +169,7 @@ class DeltaTransport(StandaloneTransport):
         self._connected = True
         self._begin()
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
-        offer = Offer(
+        offer = DeltaOffer(
             needs_base=self._codec.whole_base,
             codec=self._codec.to_json(),
             base=self._base,
@@ -255,7 +255,7 @@ class DeltaTransport(StandaloneTransport):
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:
-        return DeltaReader.joined(Offer.from_json(info, "the offer of a delta transport"), here, within)
+        return DeltaReader.joined(DeltaOffer.from_json(info, "the offer of a delta transport"), here, within)
 
 
 def _kinds(delta: DeltaManifest) -> str:

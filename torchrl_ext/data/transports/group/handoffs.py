@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.base.types import Count, Params, Wire
-from torchrl_ext.data.transports.base import Arrival, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, LandingEnd
 from torchrl_ext.data.transports.group.meeting import LAST_WORDS_S, LOOK_S, Member
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.standalone import Mailbox
@@ -191,7 +191,7 @@ class _Incoming(Protocol):
     def pairs(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-class GroupWorker(GroupMailbox, WorkerEnd):
+class GroupWorker(GroupMailbox, LandingEnd):
     """A worker's end in a group: it takes each handoff, or tells the trainer why not and ends the group.
 
     A subclass says what arrives, in `incoming`.
@@ -207,10 +207,10 @@ class GroupWorker(GroupMailbox, WorkerEnd):
         Args:
             group: of this worker.
             load: of class `load`.
-            arrival, into: as for `WorkerEnd.receive`.
+            arrival, into: as for `LandingEnd.receive`.
 
         Returns:
-            An object whose ``pairs()`` are those of `WorkerEnd.receive`.
+            An object whose ``pairs()`` are those of `LandingEnd.receive`.
         """
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ from torchrl_ext.data.transports.group.process_group import Group, Seat, form_gr
 from torchrl_ext.data.transports.links import ranks_text
 
 __all__ = [
-    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Member", "Membership", "Note", "Offer", "enter", "host",
+    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Member", "Membership", "Note", "GroupOffer", "enter", "host",
 ]  # fmt: skip
 
 log = logging.getLogger("torchrl_ext")
@@ -53,7 +53,7 @@ _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
 """The errors that workers raise in the words of the trainer, by name; a TransportError stands for any other."""
 
 
-class Offer(Wire, frozen=True, kw_only=True):
+class GroupOffer(Wire, frozen=True, kw_only=True):
     """Where the members of a group meet.
 
     Attributes:
@@ -159,14 +159,14 @@ class Membership(Member):
             log.warning("anyone who can reach %s can join the group and take the weights: set secret=", self.address)
         return self._notes or self._keep(HostedNotes(self.address, self.port, secret))
 
-    def invite(self, room: str, size: int) -> Offer:
+    def invite(self, room: str, size: int) -> GroupOffer:
         """Return the offer to the other ranks of a group of ``size`` (trainer end).
 
         Raises:
             TransportError: the port is taken.
         """
         notes = self.notes(room)
-        return Offer(
+        return GroupOffer(
             master_address=self.address,
             master_port=notes.port,
             secret=notes.secret,

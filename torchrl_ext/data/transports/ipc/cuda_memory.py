@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.types import Count
-from torchrl_ext.data.transports.ipc.memory import Handle, Segment
+from torchrl_ext.data.transports.ipc.memory import Handle, SharedSegment
 
 __all__ = ["CudaHandle", "create_cuda", "visible"]
 
-_OWN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
+_OWN: weakref.WeakValueDictionary[str, SharedSegment] = weakref.WeakValueDictionary()
 """Segments of this process: the driver opens a handle only in another one."""
 
 
@@ -41,10 +41,10 @@ class CudaHandle(Handle, frozen=True, kw_only=True, tag="cuda"):
     event: bytes
     waits: bool
 
-    def attach(self) -> Segment:
+    def attach(self) -> SharedSegment:
         own = _OWN.get(self.key)
         if own is not None:
-            return Segment(own.flat, self)
+            return SharedSegment(own.flat, self)
         storage = (torch.UntypedStorage, torch.uint8, _index(self.device), self.handle, self.bytes, self.offset)
         rest = (False, self.counter, self.counter_at, self.event, self.waits)
         try:
@@ -55,7 +55,7 @@ class CudaHandle(Handle, frozen=True, kw_only=True, tag="cuda"):
                 state="nothing was received",
                 hint="check that trainer and engine share the GPU, in one container",
             ) from error
-        return Segment(flat, self)
+        return SharedSegment(flat, self)
 
 
 def visible() -> list[str]:
@@ -65,7 +65,7 @@ def visible() -> list[str]:
     return [_uuid(index) for index in (here, *others)]
 
 
-def create_cuda(device: str, nbytes: int) -> Segment:
+def create_cuda(device: str, nbytes: int) -> SharedSegment:
     """Create a segment of this process on the GPU with UUID ``device``.
 
     Raises:
@@ -93,7 +93,7 @@ def create_cuda(device: str, nbytes: int) -> Segment:
         event=event,
         waits=waits,
     )
-    segment = _OWN[key] = Segment(flat, named)
+    segment = _OWN[key] = SharedSegment(flat, named)
     return segment
 
 

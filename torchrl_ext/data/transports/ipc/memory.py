@@ -26,7 +26,7 @@ from torchrl_ext.base.errors import ConfigError, IntegrityError, TransportError
 from torchrl_ext.base.types import Count, Wire
 from torchrl_ext.data.transports.links import close_in_children
 
-__all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "Segment", "create"]
+__all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "SharedSegment", "create"]
 
 HOST = "cpu"
 """The name of the host's memory among device UUIDs."""
@@ -50,7 +50,7 @@ class Handle(Wire, frozen=True, kw_only=True, tag_field="kind"):
 
     bytes: Annotated[int, msgspec.Meta(gt=0, multiple_of=SEGMENT_BYTES)]
 
-    def attach(self) -> Segment:
+    def attach(self) -> SharedSegment:
         """Map the segment here.
 
         Raises:
@@ -61,7 +61,7 @@ class Handle(Wire, frozen=True, kw_only=True, tag_field="kind"):
 
 
 @final
-class Segment:
+class SharedSegment:
     """A piece of memory that several processes map, in halves that take turns.
 
     Args:
@@ -102,7 +102,7 @@ class HostHandle(Handle, frozen=True, kw_only=True, tag="host"):
     fd: Count
     inode: tuple[int, int]
 
-    def attach(self) -> Segment:
+    def attach(self) -> SharedSegment:
         path = f"/proc/{self.pid}/fd/{self.fd}"
         try:
             found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which has no effects, whatever lies there
@@ -117,7 +117,7 @@ class HostHandle(Handle, frozen=True, kw_only=True, tag="host"):
             try:
                 if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                     raise IntegrityError(f"{path} can be cut while it is mapped", expected="memory of a sealed size")
-                segment = Segment(_mapped(descriptor, self.bytes), self)
+                segment = SharedSegment(_mapped(descriptor, self.bytes), self)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -136,7 +136,7 @@ class HostHandle(Handle, frozen=True, kw_only=True, tag="host"):
         return segment
 
 
-def create(nbytes: int) -> Segment:
+def create(nbytes: int) -> SharedSegment:
     """Create a segment of the host's memory, in this process.
 
     Args:
@@ -161,7 +161,7 @@ def create(nbytes: int) -> Segment:
             hint="give a smaller bucket_bytes",
         ) from error
     handle = HostHandle(pid=os.getpid(), fd=descriptor, inode=(about.st_dev, about.st_ino), bytes=nbytes)
-    segment = Segment(flat, handle, lambda: os.close(descriptor))
+    segment = SharedSegment(flat, handle, lambda: os.close(descriptor))
     close_in_children(segment)
     return segment
 

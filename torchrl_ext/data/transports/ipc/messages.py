@@ -14,50 +14,50 @@ from torchrl_ext.data.transports.ipc.cuda_memory import CudaHandle
 from torchrl_ext.data.transports.ipc.memory import HostHandle
 from torchrl_ext.data.transports.links import Link
 
-__all__ = ["Announce", "Done", "Hello", "Load", "Message", "Offer", "Welcome", "read", "send"]
+__all__ = ["Announce", "Done", "Hello", "IPCLoad", "IPCMessage", "IPCOffer", "Welcome", "read", "send"]
 
 
-class Offer(Wire, frozen=True, kw_only=True):
+class IPCOffer(Wire, frozen=True, kw_only=True):
     """The trainer's address, and the name of its connection; goes to workers by the control layer."""
 
     address: str
     session: str
 
 
-class Load(Wire, frozen=True, kw_only=True):
+class IPCLoad(Wire, frozen=True, kw_only=True):
     """One handoff of a connection, by its number; goes to workers by the control layer, or in `Announce`."""
 
     session: str
     handoff: Count
 
 
-class Message(Wire, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+class IPCMessage(Wire, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
     """The base of what both ends say to each other."""
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(IPCMessage, frozen=True, kw_only=True):
     """A worker connects, and lists the devices from which it can take weights, best first."""
 
     rank: Count | None
     devices: list[str]
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(IPCMessage, frozen=True, kw_only=True):
     """The trainer lets a worker in, and gives it the handle of the staging buffer on the best device of both."""
 
     session: str
     segment: HostHandle | CudaHandle
 
 
-class Announce(Message, frozen=True, kw_only=True):
+class Announce(IPCMessage, frozen=True, kw_only=True):
     """A version comes; only where no control layer says so."""
 
     version: Count
     params: Params
-    load: Load
+    load: IPCLoad
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(IPCMessage, frozen=True, kw_only=True):
     """The trainer has filled a bucket of the handoff, or a worker has copied it, so its half may be filled again."""
 
     handoff: Count
@@ -82,6 +82,6 @@ def read(link: Link, within: Deadline) -> Any:
         raise IntegrityError(error.what, expected="protocol ipc4", state=error.state, hint=hint) from None
 
 
-def send(link: Link, message: Message, within: Deadline) -> None:
+def send(link: Link, message: IPCMessage, within: Deadline) -> None:
     """Send a message; raise as `Link.send`."""
     link.send(message.to_json(), within)

@@ -16,8 +16,8 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Packer
 from torchrl_ext.data.transports.ipc.cuda_memory import create_cuda, visible
-from torchrl_ext.data.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create
-from torchrl_ext.data.transports.ipc.messages import Announce, Done, Load, Offer
+from torchrl_ext.data.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, SharedSegment, create
+from torchrl_ext.data.transports.ipc.messages import Announce, Done, IPCLoad, IPCOffer
 from torchrl_ext.data.transports.ipc.worker import IPCWorker, buckets_of
 from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.data.transports.links import new_address, shared_address
@@ -81,7 +81,7 @@ class IPCTransport(StandaloneTransport):
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
         self._on_host = device is not None and usable_device(device).type == "cpu"
-        self._segments = dict[str, Segment]()
+        self._segments = dict[str, SharedSegment]()
         self._workers: ConnectedWorkers | None = None
         self._alone = True
         self._session, self._handoffs = uuid.uuid4().hex, 0
@@ -106,7 +106,7 @@ class IPCTransport(StandaloneTransport):
         address = new_address()
         connected = self._listen_at(address)
         return Handoff(
-            info=Offer(address=address, session=self._session).to_json(),
+            info=IPCOffer(address=address, session=self._session).to_json(),
             transfer=lambda within: connected.wait_for(workers, within, range(1, 1 + workers)),
         )
 
@@ -121,7 +121,7 @@ class IPCTransport(StandaloneTransport):
         params, stats = update.params, TransferStats()
         buckets_of(params, self.staging_bytes // SLOTS)
         self._handoffs += 1
-        load = Load(session=self._session, handoff=self._handoffs)
+        load = IPCLoad(session=self._session, handoff=self._handoffs)
 
         def transfer(within: Deadline) -> None:
             if self._alone:
@@ -169,7 +169,7 @@ class IPCTransport(StandaloneTransport):
         self._workers = ConnectedWorkers(address, self._session, self._segment_on)
         return self._workers
 
-    def _segment_on(self, devices: list[str]) -> Segment:
+    def _segment_on(self, devices: list[str]) -> SharedSegment:
         """Return the staging buffer on the first of a worker's devices that this process can use too."""
         mine = self._devices()
         device = next((device for device in devices if device in mine), HOST)
@@ -177,7 +177,7 @@ class IPCTransport(StandaloneTransport):
             self._segments[device] = self._created(device, self.staging_bytes)
         return self._segments[device]
 
-    def _created(self, device: str, nbytes: int) -> Segment:
+    def _created(self, device: str, nbytes: int) -> SharedSegment:
         """Create a staging buffer, smaller where memory is short, unless its size was asked for or is already used."""
         while True:
             try:
@@ -208,7 +208,7 @@ class IPCTransport(StandaloneTransport):
             DeadlineError: the trainer did not accept this worker in time.
             TransportError: the trainer is on another machine, or has another user or pid namespace.
         """
-        offer = Offer.from_json(info, "the offer of an ipc transport")
+        offer = IPCOffer.from_json(info, "the offer of an ipc transport")
         worker = IPCWorker(offer.address, local_devices, here.rank)
         try:
             worker.enter(offer.session, within)

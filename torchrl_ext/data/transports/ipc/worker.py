@@ -11,9 +11,9 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.base import Arrival, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, LandingEnd
 from torchrl_ext.data.transports.buckets import Bucket, Lander, layout
-from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, Load, Welcome, read, send
+from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome, read, send
 from torchrl_ext.data.transports.links import Link, connect_locally
 from torchrl_ext.data.transports.standalone import Mailbox
 
@@ -44,7 +44,7 @@ def buckets_of(params: tuple[ParamMeta, ...], capacity: int) -> tuple[Bucket, ..
 
 
 @final
-class IPCWorker(WorkerEnd, Mailbox):
+class IPCWorker(LandingEnd, Mailbox):
     """A worker's end of the connection to its trainer, through which it receives handoffs.
 
     Args:
@@ -100,7 +100,7 @@ class IPCWorker(WorkerEnd, Mailbox):
         return None
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        """As `WorkerEnd.receive`; the deadline begins anew with each bucket.
+        """As `LandingEnd.receive`; the deadline begins anew with each bucket.
 
         Raises:
             NotConnectedError: the trainer is gone, or gave up.
@@ -166,8 +166,8 @@ class IPCWorker(WorkerEnd, Mailbox):
         return message
 
 
-def _load(arrival: Arrival) -> Load:
-    return Load.from_json(arrival.info, "a handoff of an ipc transport")
+def _load(arrival: Arrival) -> IPCLoad:
+    return IPCLoad.from_json(arrival.info, "a handoff of an ipc transport")
 
 
 def _await_filled(link: Link, handoff: int, number: int, within: Deadline) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError, WeightSyncError
-from torchrl_ext.data.transports.ipc.memory import Segment
-from torchrl_ext.data.transports.ipc.messages import Done, Hello, Message, Welcome, read, send
+from torchrl_ext.data.transports.ipc.memory import SharedSegment
+from torchrl_ext.data.transports.ipc.messages import Done, Hello, IPCMessage, Welcome, read, send
 from torchrl_ext.data.transports.links import Link, LocalListener, ranks_text
 
 __all__ = ["ConnectedWorkers"]
@@ -26,7 +26,7 @@ _LOOK_S = 0.1
 class _Worker:
     """The connection to one worker, and the last bucket that it has taken of a handoff."""
 
-    def __init__(self, link: Link, rank: int | None, segment: Segment) -> None:
+    def __init__(self, link: Link, rank: int | None, segment: SharedSegment) -> None:
         self.link, self.rank, self.segment = link, rank, segment
         if rank is not None:
             link.peer = link.peer.replace("a worker", f"rank {rank}", 1)
@@ -54,7 +54,7 @@ class ConnectedWorkers:
         segment: gives the staging buffer for a worker that can use these devices, best first.
     """
 
-    def __init__(self, address: str, session: str, segment: Callable[[list[str]], Segment]) -> None:
+    def __init__(self, address: str, session: str, segment: Callable[[list[str]], SharedSegment]) -> None:
         self._listener = LocalListener(address)
         self._session, self._segment = session, segment
         self._workers: list[_Worker] = []
@@ -65,7 +65,7 @@ class ConnectedWorkers:
         return any(worker.link.alive for worker in self._workers)
 
     @property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[SharedSegment]:
         """The staging buffers of the workers."""
         return list({id(worker.segment): worker.segment for worker in self._workers}.values())
 
@@ -109,7 +109,7 @@ class ConnectedWorkers:
         for worker in self._workers:
             worker.handoff, worker.taken = handoff, -1
 
-    def tell(self, message: Message, within: Deadline) -> None:
+    def tell(self, message: IPCMessage, within: Deadline) -> None:
         """Send a message to every worker; raise as `Link.send`."""
         for worker in self._workers:
             send(worker.link, message, within.again())

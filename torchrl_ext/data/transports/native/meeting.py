@@ -30,7 +30,7 @@ from torchrl_ext.data.transports.group.notes import NoteStore
 from torchrl_ext.data.transports.group.process_group import Group, Seat
 from torchrl_ext.data.transports.group.sockets import dial, listen
 
-__all__ = ["NAME", "Invitation", "Meeting"]
+__all__ = ["NAME", "GroupInvitation", "Meeting"]
 
 NAME = "torchrl_ext"
 """Of the group, where a trainer gives it no other."""
@@ -40,7 +40,7 @@ _MOST_RANKS = 128
 """From one more on NCCL makes a communicator by several unique ids (NCCL_RANKS_PER_ROOT), which vLLM does not."""
 
 
-class Invitation(Wire, frozen=True, omit_defaults=True):
+class GroupInvitation(Wire, frozen=True, omit_defaults=True):
     """Where a group meets; vLLM wants an id of NCCL's in place of the address, where NCCL carries it."""
 
     master_address: str
@@ -82,7 +82,7 @@ class Meeting(Member):
         DeadlineError: no trainer keeps a store there.
     """
 
-    def __init__(self, make: str, where: Invitation, rank: int, *, device: torch.device, within: Deadline) -> None:
+    def __init__(self, make: str, where: GroupInvitation, rank: int, *, device: torch.device, within: Deadline) -> None:
         self.make, self.rank, self._where, self._device = make, rank, where, device
         super().__init__()
         self._unformed: Any = None
@@ -103,7 +103,7 @@ class Meeting(Member):
         name, kind = where.group_name, "cuda" if where.backend == "nccl" else "cpu"
         self._keys: Any = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
 
-    def invite(self, within: Deadline) -> Invitation:
+    def invite(self, within: Deadline) -> GroupInvitation:
         """Return what other ranks need (trainer).
 
         Raises:

@@ -1,6 +1,6 @@
 """`NativeTransport` sends full weights to engines without our plugin, by their own broadcasts.
 
-The control layer translates `Offer` and `Load` to the engines' own routes. In a mixed fleet, an engine with our plugin
+The control layer translates `NativeOffer` and `NativeLoad` to the engines' own routes. In a mixed fleet, an engine with our plugin
 receives with our worker end. Without a control layer both ends are ours, and the collective transport connects them.
 
 Both protocols concatenate the bytes of tensors without padding, and the engine reads each tensor as a view of its
@@ -27,14 +27,14 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, LandingEnd
 from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective.stream import Incoming
 from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport, broadcast
 from torchrl_ext.data.transports.group.backends import choose_backend
 from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupWorker
 from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.native.meeting import NAME, Invitation, Meeting
+from torchrl_ext.data.transports.native.meeting import NAME, GroupInvitation, Meeting
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 
 __all__ = ["NativeTransport"]
@@ -45,15 +45,15 @@ MAKES: tuple[Make, ...] = get_args(Make)
 """Makes of engines whose broadcasts this transport knows."""
 
 
-class Offer(Wire, frozen=True):
+class NativeOffer(Wire, frozen=True):
     """Where workers of one make meet the trainer, and the largest size of a broadcast in bytes."""
 
     make: Make
-    group: Invitation
+    group: GroupInvitation
     bucket_bytes: int
 
 
-class Load(GroupLoad, frozen=True, kw_only=True):
+class NativeLoad(GroupLoad, frozen=True, kw_only=True):
     """How the parameters of a version travel: the arguments of `layout_of`, and the calls that it returns."""
 
     make: Make
@@ -177,7 +177,7 @@ class NativeTransport(StandaloneTransport):
         size = own.size_with(workers)
         self._leave()
         self._groups += 1
-        where = Invitation(
+        where = GroupInvitation(
             master_address=own.master_address,
             master_port=own.master_port,
             world_size=size,
@@ -186,7 +186,7 @@ class NativeTransport(StandaloneTransport):
             backend=own.backend,
         )
         meeting = self._meeting = Meeting(self.make, where, own.rank, device=own.device, within=within)
-        offer = Offer(make=self.make, group=meeting.invite(within), bucket_bytes=own.bucket_bytes)
+        offer = NativeOffer(make=self.make, group=meeting.invite(within), bucket_bytes=own.bucket_bytes)
         return Handoff(info=offer.to_json(), transfer=lambda within: meeting.form(within.again()))
 
     def _leave(self) -> None:
@@ -200,7 +200,7 @@ class NativeTransport(StandaloneTransport):
             return self._standalone.prepare(update, within)
         buckets, calls = layout_of(update.params, self.make, bucket_bytes)
         self._handoffs += 1
-        load = Load(
+        load = NativeLoad(
             group=meeting.carrier().generation,
             handoff=self._handoffs,
             make=self.make,
@@ -241,7 +241,7 @@ class NativeTransport(StandaloneTransport):
     def mailbox(self) -> Mailbox:
         return self._standalone.mailbox
 
-    def attend(self, within: Deadline) -> WorkerEnd:
+    def attend(self, within: Deadline) -> LandingEnd:
         return self._standalone.attend(within)
 
     def abort(self) -> None:
@@ -255,7 +255,7 @@ class NativeTransport(StandaloneTransport):
         Raises:
             DeadlineError: the trainer or another rank did not arrive in time.
         """
-        offer = Offer.from_json(info, "the offer of a native transport")
+        offer = NativeOffer.from_json(info, "the offer of a native transport")
         group = offer.group
         if not 0 < here.rank < group.world_size:
             raise ConfigError(f"worker rank {here.rank} does not exist in world_size {group.world_size}")
@@ -269,8 +269,8 @@ class NativeTransport(StandaloneTransport):
 class NativeWorker(GroupWorker):
     """Receives the broadcasts of a group that was formed."""
 
-    load: ClassVar[type[Load]] = Load
+    load: ClassVar[type[NativeLoad]] = NativeLoad
 
-    def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
+    def incoming(self, group: Group, load: NativeLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
         buckets, _ = layout_of(arrival.params, load.make, load.bucket_bytes)
         return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes, slice_bytes=None)

@@ -12,13 +12,13 @@ from torchrl_ext.base.types import Count, ParamMeta
 from torchrl_ext.data.transports.group.handoffs import GroupLoad
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan
-from torchrl_ext.data.transports.sharded.shares import Share
+from torchrl_ext.data.transports.sharded.shares import Blocks
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["Load", "Needs", "hand_out", "read_plan"]
+__all__ = ["ShardedLoad", "Needs", "hand_out", "read_plan"]
 
 
-class Load(GroupLoad, frozen=True, kw_only=True):
+class ShardedLoad(GroupLoad, frozen=True, kw_only=True):
     """One handoff.
 
     Attributes:
@@ -36,10 +36,10 @@ class Needs(msgspec.Struct, frozen=True):
         whole: the tensors that it needs whole although the engine is sharded -> the reason.
     """
 
-    share: Share | None
+    share: Blocks | None
     whole: dict[str, str]
 
-    def of(self, params: Sequence[ParamMeta], joined: Sequence[ParamMeta]) -> Share:
+    def of(self, params: Sequence[ParamMeta], joined: Sequence[ParamMeta]) -> Blocks:
         """Return the share of the parameters of an update.
 
         Args:
@@ -50,7 +50,7 @@ class Needs(msgspec.Struct, frozen=True):
             ManifestError: one is not among those; or the share is of another number of parameters.
         """
         if self.share is None:
-            return Share.of_blocks((Block.whole(meta.shape),) for meta in params)
+            return Blocks.of_blocks((Block.whole(meta.shape),) for meta in params)
         if tuple(params) == tuple(joined):
             return self.share
         blocks = dict(zip(joined, map(self.share.patterns.__getitem__, self.share.indices), strict=False))
@@ -62,7 +62,7 @@ class Needs(msgspec.Struct, frozen=True):
                 state="nothing was sent",
                 hint="connect the engines again for the new model",
             )
-        return Share.of_blocks(map(blocks.__getitem__, params))
+        return Blocks.of_blocks(map(blocks.__getitem__, params))
 
 
 def hand_out(group: Group, number: int, plan: TransferPlan) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 
 from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.shares import Share, numbers, packed, unpacked, unreadable
+from torchrl_ext.data.transports.sharded.shares import Blocks, numbers, packed, unpacked, unreadable
 from torchrl_ext.data.transports.sharded.transfers import Transfers, transfers_of
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["MemberPlan", "Share", "Transfer", "TransferPlan", "group_rank", "make_plan"]
+__all__ = ["MemberPlan", "Blocks", "Transfer", "TransferPlan", "group_rank", "make_plan"]
 
 
 def group_rank(rank: Any, workers: int) -> Any:
@@ -191,7 +191,7 @@ class TransferPlan:
 
 
 def make_plan(
-    params: Sequence[ParamMeta], held: Sequence[Share], needed: Sequence[Share], *, bucket_bytes: int
+    params: Sequence[ParamMeta], held: Sequence[Blocks], needed: Sequence[Blocks], *, bucket_bytes: int
 ) -> TransferPlan:
     """Plan how every worker gets the elements that it needs, each once, from trainer ranks that hold them.
 
@@ -217,7 +217,7 @@ def make_plan(
         if len(share.indices) != len(params):
             who = f"trainer rank {number}" if number < len(held) else f"worker {number - len(held)}"
             raise ManifestError(f"{who} has a share of {len(share.indices)} parameters", expected=f"{len(params)}")
-    first_of: dict[Share, int] = {}
+    first_of: dict[Blocks, int] = {}
     leaders = [first_of.setdefault(share, worker) for worker, share in enumerate(needed)]
     needs = {worker: share for share, worker in first_of.items()}
     dimensions = _dimensions(params)
@@ -234,7 +234,7 @@ def _dimensions(params: Sequence[ParamMeta]) -> int:
     return max((len(meta.shape) for meta in params), default=0)
 
 
-def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[int]]:
+def _classes(params: Sequence[ParamMeta], shares: Sequence[Blocks]) -> list[list[int]]:
     """Return the parameters of each class: of one shape, with the same blocks in each share."""
     columns = {share.of: share.indices for share in shares}  # far fewer than shares: members have parts alike
     keys = np.stack(list(columns.values()), axis=1).view(f"V{4 * len(columns)}").ravel().tolist()

@@ -1,4 +1,4 @@
-"""`Share`: the blocks of every parameter that one trainer rank holds, or one worker needs; and how structs are sent."""
+"""`Blocks`: the blocks of every parameter that one trainer rank holds, or one worker needs; and how structs are sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_ext.base.errors import TransportError
 from torchrl_ext.base.types import described
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["Share", "numbers", "packed", "unpacked", "unreadable"]
+__all__ = ["Blocks", "numbers", "packed", "unpacked", "unreadable"]
 
 _MOST_BLOCKS, _MOST_PATTERNS = 1 << 12, 1 << 16
 _MOST_BYTES = 64 << 20
@@ -23,7 +23,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 @final
-class Share(msgspec.Struct, frozen=True):
+class Blocks(msgspec.Struct, frozen=True):
     """The blocks that one member of a group holds, or needs, of every parameter; equal patterns are kept once.
 
     Shares that `of_blocks` makes of the same blocks are equal, in whatever order the blocks were given.
@@ -47,7 +47,7 @@ class Share(msgspec.Struct, frozen=True):
             raise ValueError("an index is outside of the patterns")
 
     @classmethod
-    def of_blocks(cls, blocks: Iterable[Iterable[Block]]) -> Share:
+    def of_blocks(cls, blocks: Iterable[Iterable[Block]]) -> Blocks:
         """Make a share from the blocks of every parameter, in order of parameters; empty blocks are left out."""
         found: dict[tuple[Block, ...], int] = {}
         seen: dict[tuple[Block, ...], int] = {}

@@ -21,10 +21,10 @@ from torchrl_ext.data.transports.group import handoffs
 from torchrl_ext.data.transports.group.meeting import Membership
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.ranks import Steps, TrainerRanks
-from torchrl_ext.data.transports.sharded.agreement import Load, Needs, hand_out, read_plan
+from torchrl_ext.data.transports.sharded.agreement import ShardedLoad, Needs, hand_out, read_plan
 from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan, group_rank, make_plan
 from torchrl_ext.data.transports.sharded.rounds import RoundSender
-from torchrl_ext.data.transports.sharded.shares import Share, packed, unpacked
+from torchrl_ext.data.transports.sharded.shares import Blocks, packed, unpacked
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 
@@ -34,18 +34,18 @@ _LAST_WORDS_S = 3.0
 """How long other trainer ranks have, after a failure, to answer why."""
 
 
-class _Held(NamedTuple):
+class _KeptTensor(NamedTuple):
     """What this rank holds of a source."""
 
     params: tuple[ParamMeta, ...]
     shards: list[Shard]
-    share: Share
+    share: Blocks
 
     @classmethod
-    def of(cls, source: WeightSource) -> _Held:
+    def of(cls, source: WeightSource) -> _KeptTensor:
         params, shards = source.params(), list(source.shards())
         held = checked_shards(shards, params)
-        return cls(params, shards, Share.of_blocks([shard.block for shard in own] for _, own in held))
+        return cls(params, shards, Blocks.of_blocks([shard.block for shard in own] for _, own in held))
 
 
 class ShardedTrainer:
@@ -61,11 +61,11 @@ class ShardedTrainer:
         self.member, self._ranks, self._bucket_bytes = member, ranks, bucket_bytes
         self._pool = BufferPool(member.device)
         self._own: MemberPlan | None = None  # this rank's part of the last plan
-        self._held: _Held | None = None  # on ranks other than 0
+        self._held: _KeptTensor | None = None  # on ranks other than 0
         # on rank 0:
         self._params: tuple[ParamMeta, ...] = ()  # for which workers joined
         self._needs: list[Needs] = []
-        self._shares: list[Share] = []  # of every rank, as the last plan has them
+        self._shares: list[Blocks] = []  # of every rank, as the last plan has them
         self._plan: TransferPlan | None = None
         self._plans = self._handoffs = 0
 
@@ -100,10 +100,10 @@ class ShardedTrainer:
         Raises:
             ManifestError: ranks disagree on parameters, or nobody holds an element; named.
         """
-        group, held = self.member.carrier(), _Held.of(update.source)
+        group, held = self.member.carrier(), _KeptTensor.of(update.source)
         plan, sender = self._planned(group, held), self._sender(group, held)
         self._handoffs += 1
-        load = Load(group=group.generation, handoff=self._handoffs, plan=self._plans)
+        load = ShardedLoad(group=group.generation, handoff=self._handoffs, plan=self._plans)
         stats = TransferStats(bytes=0)  # until something is sent
 
         def transfer(within: Deadline) -> None:
@@ -117,7 +117,7 @@ class ShardedTrainer:
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
-    def _planned(self, group: Group, held: _Held) -> TransferPlan:
+    def _planned(self, group: Group, held: _KeptTensor) -> TransferPlan:
         """Return the plan for what all ranks hold now; make it and hand it out where something has changed."""
         known, session = list(map(_digest, self._shares)), self._ranks().session
         answers = session.ask("describe", params=_digest(held.params), known=known)
@@ -126,7 +126,7 @@ class ShardedTrainer:
             if "params" in answer:
                 raise _first_difference(rank, held.params, answer["params"])
             sent = answer.get("share")
-            shares.append(unpacked(sent, Share, f"trainer rank {rank} sent a share") if sent else self._shares[rank])
+            shares.append(unpacked(sent, Blocks, f"trainer rank {rank} sent a share") if sent else self._shares[rank])
         plan = self._plan
         if plan is None or plan.params != held.params or shares != self._shares:
             self._plan = None
@@ -175,7 +175,7 @@ class ShardedTrainer:
 
     def _describe(self, source: WeightSource, order: Info) -> Info:
         """Answer with the share of this rank, unless rank 0 has it; or with its parameters, if rank 0 has others."""
-        held = self._held = _Held.of(source)
+        held = self._held = _KeptTensor.of(source)
         if _digest(held.params) != order["params"]:
             return {"params": [meta.to_json() for meta in held.params]}
         rank, known = self._ranks().rank, order["known"]
@@ -188,7 +188,7 @@ class ShardedTrainer:
     def _send_own(self, order: Info) -> Info:
         return {"sent": self._sender(self.member.carrier(), self._held).send()}
 
-    def _sender(self, group: Group, held: _Held | None) -> RoundSender:
+    def _sender(self, group: Group, held: _KeptTensor | None) -> RoundSender:
         assert held is not None and self._own is not None  # rank 0 orders "describe" and "plan" first
         return RoundSender(self._own, held.shards, group, self._pool)
 

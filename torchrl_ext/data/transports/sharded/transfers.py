@@ -14,7 +14,7 @@ import numpy as np
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.shares import Share
+from torchrl_ext.data.transports.sharded.shares import Blocks
 from torchrl_ext.data.weights.sharing import disjoint
 from torchrl_ext.data.weights.view import Block
 
@@ -74,7 +74,7 @@ class Transfers(NamedTuple):
 
 
 def transfers_of(
-    index: int, meta: ParamMeta, held: Sequence[Share], needed: Mapping[int, Share], dimensions: int, turn: int
+    index: int, meta: ParamMeta, held: Sequence[Blocks], needed: Mapping[int, Blocks], dimensions: int, turn: int
 ) -> Transfers:
     """Find the parts of a parameter that workers need, each with a rank that holds it.
 
@@ -105,7 +105,7 @@ def transfers_of(
     return Transfers(np.zeros_like(row), sender[cell[row]], worker, boxes[row], nbytes)
 
 
-def _by_block(index: int, meta: ParamMeta, shares: Iterable[tuple[int, Share]], who: str) -> dict[Block, list[int]]:
+def _by_block(index: int, meta: ParamMeta, shares: Iterable[tuple[int, Blocks]], who: str) -> dict[Block, list[int]]:
     """Return the blocks of a parameter in these shares, each with the members that have it, in order."""
     found: dict[Block, list[int]] = {}
     whole = Block.whole(meta.shape)

@@ -14,7 +14,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.transports.base import Handoff, Update, Worker
 from torchrl_ext.data.transports.group.backends import choose_backend
 from torchrl_ext.data.transports.group.handoffs import GroupMailbox
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
+from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Membership, GroupOffer
 from torchrl_ext.data.transports.ranks import Steps
 from torchrl_ext.data.transports.sharded.trainer import ShardedTrainer
 from torchrl_ext.data.transports.sharded.worker import ShardedWorker
@@ -150,7 +150,7 @@ class ShardedTransport(StandaloneTransport):
         Raises:
             DeadlineError: ranks, which the message names, did not arrive.
         """
-        offer = Offer.from_json(info, "the offer of a sharded transport")
+        offer = GroupOffer.from_json(info, "the offer of a sharded transport")
         worker = ShardedWorker(offer.member(), here.slices, here.whole)
         worker.enter(offer.room, here.rank, offer.members, here.params, within)
         return worker

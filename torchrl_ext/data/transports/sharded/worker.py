@@ -14,10 +14,10 @@ from torchrl_ext.data.transports.copies import BufferPool
 from torchrl_ext.data.transports.group.handoffs import GroupWorker
 from torchrl_ext.data.transports.group.meeting import Membership
 from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.sharded.agreement import Load, Needs, read_plan
+from torchrl_ext.data.transports.sharded.agreement import ShardedLoad, Needs, read_plan
 from torchrl_ext.data.transports.sharded.plan import MemberPlan
 from torchrl_ext.data.transports.sharded.rounds import RoundReceiver
-from torchrl_ext.data.transports.sharded.shares import Share, packed
+from torchrl_ext.data.transports.sharded.shares import Blocks, packed
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["ShardedWorker"]
@@ -33,7 +33,7 @@ class ShardedWorker(GroupWorker):
         whole: tensors that are needed whole although the engine is sharded -> the reason.
     """
 
-    load: ClassVar[type[Load]] = Load
+    load: ClassVar[type[ShardedLoad]] = ShardedLoad
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class ShardedWorker(GroupWorker):
         self.member.under(within)
         self.member.enter(room, rank, members, params if members is None else ())
         group, self._plan = self.member.carrier(), None
-        share = Share.of_blocks(map(self._needed, params)) if self._slices else None
+        share = Blocks.of_blocks(map(self._needed, params)) if self._slices else None
         group.notes.put(f"{group.generation}/needs/{group.rank}", packed(Needs(share, dict(self._whole))))
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self._slices.get(meta.name, (Block.whole(meta.shape),))
 
-    def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
+    def incoming(self, group: Group, load: ShardedLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
         if self._plan is None or self._number != load.plan:
             self._plan = read_plan(group, load.plan, arrival.params, self.member.timeout_s)
             self._number = load.plan

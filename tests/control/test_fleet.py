@@ -1,4 +1,4 @@
-"""`Pool` over clients in memory: who is called, who is lost, who pauses, and what others hear of it."""
+"""`Fleet` over clients in memory: who is called, who is lost, who pauses, and what others hear of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_ext.base.errors import DeadlineError, EngineError, EngineUnreachabl
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.control.client import EngineClient
-from torchrl_ext.control.fleet import Pool
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
 
 
@@ -73,11 +73,11 @@ def test_all_pause_or_those_that_served_serve_again(script):
     engines = [Scripted(f"e{i}", serving=serving, fails=fails) for i, (serving, fails) in enumerate(script)]
     refusing = [engine for engine in engines if "pause" in engine.fails]
     if not refusing:
-        assert Pool(engines).pause() == any(serving for serving, _ in script)
+        assert Fleet(engines).pause() == any(serving for serving, _ in script)
         assert not any(engine.serving for engine in engines)
         return
     with pytest.raises(EngineError) as caught:
-        Pool(engines).pause()
+        Fleet(engines).pause()
     for engine, (serving, fails) in zip(engines, script, strict=True):
         assert engine.serving == ((serving and "resume" not in fails) or (serving and "pause" in fails))
     if len(engines) > 1:
@@ -87,16 +87,16 @@ def test_all_pause_or_those_that_served_serve_again(script):
 
 def test_the_version_of_a_pool_is_its_oldest_and_no_number_of_any_engine_is_used_again(tmp_path):
     engines = [Scripted("new", version="9"), Scripted("old", version="3")]
-    pool = Pool(engines)
-    assert pool.info().weight_version == "3" and pool.info().world_size == 2
-    report = tx.WeightSender(tx.DiskTransport(tmp_path), pool, verify=False).update_weights({"x": torch.ones(2)})
+    fleet = Fleet(engines)
+    assert fleet.info().weight_version == "3" and fleet.info().world_size == 2
+    report = tx.WeightSender(tx.DiskTransport(tmp_path), fleet, verify=False).update_weights({"x": torch.ones(2)})
     assert report.version == 10 and [engine.version for engine in engines] == ["10", "10"]
 
 
 @pytest.mark.parametrize("label", ["1732789123456789012", "4611686018427387903", "9" * 5000, "\u0663"])
 def test_a_label_with_more_digits_than_versions_have_is_a_name(tmp_path, label):
     engine = Scripted("a", version=label)
-    sender = tx.WeightSender(tx.DiskTransport(tmp_path), Pool([engine]), verify=False)
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), Fleet([engine]), verify=False)
     for version in (1, 2):
         assert sender.update_weights({"x": torch.ones(2)}).version == version
     sender.shutdown()
@@ -106,7 +106,7 @@ def test_a_label_with_more_digits_than_versions_have_is_a_name(tmp_path, label):
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 def test_a_number_that_no_version_can_have_is_refused_before_it_is_written(tmp_path, transport):
     engine = Scripted("a", version="9" * 18)
-    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), Pool([engine]), verify=False)
+    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), Fleet([engine]), verify=False)
     with pytest.raises(UpdateError, match=f"{10**18} cannot be the number of a version"):
         sender.update_weights({"x": torch.ones(2)})
     sender.shutdown()
@@ -125,33 +125,33 @@ def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answ
             return super().info()
 
     engines = [Scripted("steady"), Hanging("hanging", fails=["info"])]
-    pool = Pool(engines)
-    pool.lose(engines[1], EngineUnreachableError("it does not answer"))
-    assert pool.members() == pool.members() == ("steady",)
-    assert [row.state for row in pool.rows()] == ["serving", "unreachable"]
+    fleet = Fleet(engines)
+    fleet.lose(engines[1], EngineUnreachableError("it does not answer"))
+    assert fleet.members() == fleet.members() == ("steady",)
+    assert [row.state for row in fleet.rows()] == ["serving", "unreachable"]
     leave.set()
     monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", WAIT_S)
-    assert pool.members() == ("steady",) and engines[1].calls == ["info"]
+    assert fleet.members() == ("steady",) and engines[1].calls == ["info"]
     engines[1].fails.clear()  # one whose answer was an error is asked again
-    assert pool.members() == ("steady", "hanging") and engines[1].calls == ["info"] * 2
+    assert fleet.members() == ("steady", "hanging") and engines[1].calls == ["info"] * 2
 
 
 def test_a_pool_goes_to_another_process():
-    pool = Pool([vllm_engine("a:1"), vllm_engine("b:1")])
-    pool.lose(pool.engines[0], EngineError("it died"))
-    copied = pickle.loads(pickle.dumps(pool))
-    assert copied.url == pool.url and [row.state for row in copied.rows()] == ["unreachable", "serving"]
+    fleet = Fleet([vllm_engine("a:1"), vllm_engine("b:1")])
+    fleet.lose(fleet.engines[0], EngineError("it died"))
+    copied = pickle.loads(pickle.dumps(fleet))
+    assert copied.url == fleet.url and [row.state for row in copied.rows()] == ["unreachable", "serving"]
 
 
 def test_engines_join_and_leave_before_the_next_update_and_a_running_one_keeps_its_own(tmp_path):
-    pool, late = Pool([Scripted("a"), Scripted("b")]), Scripted("late", fails=["info"])
-    joiner, (first, second) = Scripted("c"), pool.engines
-    sender = tx.WeightSender(tx.DiskTransport(tmp_path), pool, verify=False)
+    fleet, late = Fleet([Scripted("a"), Scripted("b")]), Scripted("late", fails=["info"])
+    joiner, (first, second) = Scripted("c"), fleet.engines
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet, verify=False)
 
     def meanwhile(version):
-        pool.add(joiner, late)
-        pool.remove(second)
-        pool.add(Scripted("a"))  # known: nothing changes
+        fleet.add(joiner, late)
+        fleet.remove(second)
+        fleet.add(Scripted("a"))  # known: nothing changes
 
     first.prefetch = lambda version, part=None: meanwhile(version)
     report = sender.update_weights({"x": torch.ones(2)})
@@ -159,7 +159,7 @@ def test_engines_join_and_leave_before_the_next_update_and_a_running_one_keeps_i
     report = sender.update_weights({"x": torch.ones(2)})
     assert [row.engine for row in report.engines] == ["a", "c"] and joiner.version == "2" and second.version == "1"
     late.fails.clear()
-    assert pool.members() == ("a", "c", "late") and second.calls[-1] == "close"
+    assert fleet.members() == ("a", "c", "late") and second.calls[-1] == "close"
 
 
 def test_a_function_decides_who_takes_part_and_its_errors_change_nothing(tmp_path, caplog):
@@ -170,25 +170,25 @@ def test_a_function_decides_who_takes_part_and_its_errors_change_nothing(tmp_pat
             raise OSError("no list today")
         return listed
 
-    pool = Pool([Scripted("a")], members=source)
-    assert pool.members() == ("a",)
+    fleet = Fleet([Scripted("a")], members=source)
+    assert fleet.members() == ("a",)
     listed = None
-    assert pool.members() == pool.members() == ("a",) and caplog.text.count("no list today") == 1
+    assert fleet.members() == fleet.members() == ("a",) and caplog.text.count("no list today") == 1
     listed = []
     with pytest.raises(EngineError, match="has no engine"):
-        pool.members()
+        fleet.members()
     listed = [Scripted("b")]
-    assert pool.members() == ("b",)
+    assert fleet.members() == ("b",)
 
 
 STEPS = ("prefetch", "begin", "load", "compare", "commit")
 QUESTIONS = {
-    "look": Pool.look,
-    "info": Pool.info,
-    "infos": Pool.infos,
-    "members": Pool.members,
-    "pause": Pool.pause,
-    "resume": Pool.resume,
+    "look": Fleet.look,
+    "info": Fleet.info,
+    "infos": Fleet.infos,
+    "members": Fleet.members,
+    "pause": Fleet.pause,
+    "resume": Fleet.resume,
 }
 
 
@@ -218,14 +218,14 @@ class Failing(Scripted):
             raise
 
 
-def update(pool, version):
-    """Update a pool as a sender does, and return the rows of its report."""
-    pool.members()
-    pool.prefetch(version)
-    with pool.updating(version):
-        pool.load({})
-        pool.verify({"x": "its digest"})
-    return pool.rows()
+def update(fleet, version):
+    """Update a fleet as a sender does, and return the rows of its report."""
+    fleet.members()
+    fleet.prefetch(version)
+    with fleet.updating(version):
+        fleet.load({})
+        fleet.verify({"x": "its digest"})
+    return fleet.rows()
 
 
 @pytest.mark.parametrize("step", ["begin", "load", "commit"])
@@ -236,7 +236,7 @@ def test_an_interrupted_update_names_the_engines_that_may_stay_paused(step, capl
             if name == step:
                 raise KeyboardInterrupt
 
-    for engine in (Interrupted("one"), Pool([Interrupted("one"), Scripted("other")])):
+    for engine in (Interrupted("one"), Fleet([Interrupted("one"), Scripted("other")])):
         caplog.clear()
         with pytest.raises(KeyboardInterrupt), engine.updating(2):
             engine.load({})
@@ -249,52 +249,52 @@ class TestAnotherThreadAsks:
     @pytest.mark.parametrize("step", STEPS)
     def test_an_engine_that_failed_a_step_takes_no_later_one(self, step, question):
         steady, failing = Asked("steady"), Failing("failing")
-        pool = Pool([steady, failing])
-        update(pool, 1)
+        fleet = Fleet([steady, failing])
+        update(fleet, 1)
         failing.fails, failing.calls = {step}, []
-        steady.since, steady.ask, steady.ready = step, lambda: QUESTIONS[question](pool), failing.failed
+        steady.since, steady.ask, steady.ready = step, lambda: QUESTIONS[question](fleet), failing.failed
         with pytest.raises(EngineError, match=f"failing does not {step}; 1 of 2 engines did not take version 2"):
-            update(pool, 2)
+            update(fleet, 2)
         assert [call for call in failing.calls if call in STEPS] == list(STEPS[: STEPS.index(step) + 1])
         assert steady.version == "2" and failing.version == "1"
         failing.fails, steady.since = set(), ""
-        assert [row.error for row in update(pool, 3)] == [None, None] and failing.version == "3"
+        assert [row.error for row in update(fleet, 3)] == [None, None] and failing.version == "3"
 
     @pytest.mark.parametrize("question", QUESTIONS)
     def test_an_engine_that_does_not_answer_it_takes_the_update(self, question):
         steady, busy = Asked("steady"), Scripted("busy")
-        pool = Pool([steady, busy])
-        update(pool, 1)
+        fleet = Fleet([steady, busy])
+        update(fleet, 1)
 
         def ask():
             busy.fails = {"info", "pause", "resume"}
             with suppress(EngineError):
-                QUESTIONS[question](pool)
+                QUESTIONS[question](fleet)
             busy.fails = set()
 
         steady.since, steady.ask = "prefetch", ask
-        assert [row.error for row in update(pool, 2)] == [None, None]
+        assert [row.error for row in update(fleet, 2)] == [None, None]
         assert steady.version == busy.version == "2"
 
     @pytest.mark.parametrize("since", STEPS)
     def test_engines_that_come_within_an_update_take_the_next_one(self, since):
         steady, late, new = Asked("steady"), Scripted("late"), Scripted("new")
-        pool = Pool([steady, late])
-        update(pool, 1)
-        pool.lose(late, EngineUnreachableError("it does not answer"))
+        fleet = Fleet([steady, late])
+        update(fleet, 1)
+        fleet.lose(late, EngineUnreachableError("it does not answer"))
         late.fails, late.calls = {"info"}, []
 
         def ask():
             late.fails = set()
-            pool.add(new)
-            assert pool.members() == ("steady", "late", "new")
+            fleet.add(new)
+            assert fleet.members() == ("steady", "late", "new")
 
         steady.since, steady.ask = since, ask
         with pytest.raises(EngineError, match="late does not info; 1 of 2 engines did not take version 2"):
-            update(pool, 2)
+            update(fleet, 2)
         assert not {*STEPS} & {*late.calls, *new.calls} and (late.version, new.version) == ("1", "")
         steady.since = ""
-        update(pool, 3)
+        update(fleet, 3)
         assert steady.version == late.version == new.version == "3"
 
     def test_each_of_two_callers_hears_of_its_own_failures(self):
@@ -304,12 +304,12 @@ class TestAnotherThreadAsks:
                     second.set()
                     failing.fails = set()
                     with ThreadPoolExecutor(1) as other:
-                        other.submit(pool.resume).result(WAIT_S)
+                        other.submit(fleet.resume).result(WAIT_S)
                 super().resume()
 
         second, failing = threading.Event(), Failing("failing")
-        pool = Pool([Slow("slow"), failing])
+        fleet = Fleet([Slow("slow"), failing])
         failing.fails = {"resume"}
         with pytest.raises(EngineError, match="failing does not resume; 1 of 2 engines did not resume") as caught:
-            pool.resume()
+            fleet.resume()
         assert [row.error for row in caught.value.rows] == [None, "failing does not resume."]

@@ -28,7 +28,7 @@ from torchrl_ext.base.messages import (
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.digests import digest_of, tensor_digest
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.sync.worker_end import WorkerEnd, joined
+from torchrl_ext.sync.engine_worker import EngineWorker, joined
 
 
 class Together(Agreeing):
@@ -55,7 +55,7 @@ def engine():
     """Two workers, what they hold, and what lets all of them handle a message."""
     together, held = Together(2), [nn.Linear(3, 2), nn.Linear(3, 2)]
     ends = [
-        WorkerEnd(TensorsLoader(module), rank=rank, workers=2, agree=together.agree(rank))
+        EngineWorker(TensorsLoader(module), rank=rank, workers=2, agree=together.agree(rank))
         for rank, module in enumerate(held)
     ]
     yield ends, held, lambda message: together.handle(ends, message)
@@ -103,7 +103,7 @@ def test_a_background_step_is_in_order_with_the_engines_stream(lagging):
     found = {}
     with Lagging():
         held = torch.zeros(4).to(DEVICE)
-        end = WorkerEnd(TensorsLoader({"x": held}), rank=0, workers=1, agree=lambda text: [text], mode=Lagging)
+        end = EngineWorker(TensorsLoader({"x": held}), rank=0, workers=1, agree=lambda text: [text], mode=Lagging)
         end.receiver.prefetch = lambda told: found.update(staged=held * 2)
         held.add_(1)  # which the engine's stream has still to do
         end.handle(Prefetch(version=1))

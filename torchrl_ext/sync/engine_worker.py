@@ -1,4 +1,4 @@
-"""`WorkerEnd` handles messages in one worker of an engine; all workers get each message at the same point.
+"""`EngineWorker` handles messages in one worker of an engine; all workers get each message at the same point.
 
 Joining a transport and staging a version wait for other processes, so they run in a thread: the engine keeps
 generating, and a missing trainer blocks nothing. `Poll` reports whether the thread is done. Workers agree after each
@@ -26,7 +26,7 @@ from torchrl_ext.data.landing.loader import WeightLoader
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 
-__all__ = ["WorkerEnd", "joined", "together", "words_of"]
+__all__ = ["EngineWorker", "joined", "together", "words_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -38,7 +38,7 @@ _OVER: Future[None] = Future()  # stands for a job that succeeded on every worke
 _OVER.set_result(None)
 
 
-class WorkerEnd:
+class EngineWorker:
     """A `WeightReceiver` for one worker's model, in step with the other workers of its engine.
 
     Args:
@@ -203,7 +203,7 @@ def together(
     """Run ``steps`` in order on every worker of an engine; call ``on_failure`` on a worker where one fails.
 
     Args:
-        agree: as for `WorkerEnd`.
+        agree: as for `EngineWorker`.
 
     Raises:
         EngineError: on every worker, if any worker failed.
