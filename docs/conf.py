@@ -36,8 +36,8 @@ def settings(what):
     """The fields of one table, and the classes that explain them."""
     from torchrl_ext.base.registry import transports
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
-    from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
     from torchrl_ext.rl import hydra
+    from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
 
     moved = [transports.load(name) for name in sorted(transports.names())]
     owner, explain = {

@@ -227,7 +227,7 @@ def rooms() -> str:
     return picture(
         960,
         floors[5] + tall + 20,
-        "Nine rooms on six floors: base; data and control; sync, where both meet; engines and rl; compat and testing; cli",
+        "Nine rooms on six floors: base; data and control; sync, where they meet; engines, rl; compat, testing; cli",
         text(16, 34, "Nine rooms: each imports floors below it only", "title left"),
         *(floor(row) for row in range(6)),
         room("plain", 0, whole, "cli", "torchrl-ext: commands, measurements"),

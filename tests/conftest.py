@@ -69,7 +69,8 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if _of_all(config):
         if not config.getoption("--engines"):  # before the other one, whose socket it must not hold a copy of
-            runpy.run_path(str(Path(__file__).parent / "real_engines/site/sitecustomize.py"))["fork_from_a_helper"](MODULES)
+            site = runpy.run_path(str(Path(__file__).parent / "real_engines/site/sitecustomize.py"))
+            site["fork_from_a_helper"](MODULES)
         forking()
 
 

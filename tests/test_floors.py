@@ -161,8 +161,10 @@ def test_folders_are_few_and_shallow():
 
 
 def test_each_third_party_has_its_homes():
-    homes = {name: {room for room in ROOMS if name in ROOMS[room][2]} for _, _, names in ROOMS.values() for name in names}
-    homes |= dict.fromkeys(NOBODYS, set())
+    homes = {
+        name: {room for room in ROOMS if name in ROOMS[room][2]} for _, _, names in ROOMS.values() for name in names
+    }
+    homes |= {name: set() for name in NOBODYS}
     strays = {
         (str(path.relative_to(ROOT)), name)
         for path in modules()

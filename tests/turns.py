@@ -19,8 +19,8 @@ from tests.processes import finished
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
-from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.sync.outputs import score
 
 PROMPTS = [PROMPT, PROMPT[::-1]]

@@ -5,8 +5,8 @@ from typing import Any
 
 from torchrl_ext.base import errors as errors
 from torchrl_ext.base.errors import WeightSyncError as WeightSyncError
-from torchrl_ext.base.types import EngineInfo as EngineInfo
 from torchrl_ext.base.reports import SyncReport as SyncReport
+from torchrl_ext.base.types import EngineInfo as EngineInfo
 from torchrl_ext.cli.planning import recommend as recommend
 from torchrl_ext.compat.flags.options import WeightUpdateConfig as WeightUpdateConfig
 from torchrl_ext.compat.megatron import MegatronSource as MegatronSource
@@ -21,8 +21,8 @@ from torchrl_ext.data.transports.disk import DiskTransport as DiskTransport
 from torchrl_ext.data.transports.ipc.transport import IPCTransport as IPCTransport
 from torchrl_ext.data.transports.memory import MemoryTransport as MemoryTransport
 from torchrl_ext.data.transports.sharded.transport import ShardedTransport as ShardedTransport
-from torchrl_ext.data.weights.source import WeightSource as WeightSource
 from torchrl_ext.data.weights.derived import as_source as as_source
+from torchrl_ext.data.weights.source import WeightSource as WeightSource
 from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
 from torchrl_ext.rl.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
 from torchrl_ext.rl.policy.policy import RemoteLLMPolicy as RemoteLLMPolicy

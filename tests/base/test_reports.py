@@ -8,8 +8,7 @@ import matplotlib
 import pytest
 from rich.console import Console
 
-from torchrl_ext.base.reports import Phase, Spans, nested
-from torchrl_ext.base.reports import EngineRow, SyncReport
+from torchrl_ext.base.reports import EngineRow, Phase, Spans, SyncReport, nested
 
 URL = "http://a-host-with-a-long-name.cluster.internal:8000"
 TIMELINE = (

@@ -28,8 +28,7 @@ from torchrl_ext.base.errors import EngineError
 from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.control.makes.vllm import vllm_engine
 from torchrl_ext.control.requests.client import InferenceClient
-from torchrl_ext.control.serving.processes import make_overlay
-from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port, make_overlay
 from torchrl_ext.control.serving.vllm import VLLMServer
 from torchrl_ext.data.transports.delta.transport import DeltaTransport
 from torchrl_ext.data.transports.disk import DiskTransport

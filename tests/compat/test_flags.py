@@ -12,8 +12,8 @@ from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
-from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.router import RouterClient
+from torchrl_ext.control.serving.server import RouterProcess
 
 PLUGGED = EngineInfo(url="http://p:1", kind="sglang", transports=("collective", "disk", "native"))
 STOCK_SGLANG = EngineInfo(url="http://s:1", kind="sglang", transports=("disk", "native"))

@@ -14,8 +14,8 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.base.messages import Load
 from torchrl_ext.data.transports.base import Update
-from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.sync.receiver import WeightReceiver
 
 PORTS = (*MAKES, "module")

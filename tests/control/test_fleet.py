@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import torchrl_ext as tx
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.base.reports import EngineRow
+from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from tests.control.sockets import drip, serving, talking
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
-from torchrl_ext.control.http import run
-from torchrl_ext.control.http import Answer, HTTPSession, normalise_url
+from torchrl_ext.control.http import Answer, HTTPSession, normalise_url, run
 
 LIMIT_S = 10.0  # far above every deadline here: what it bounds is one that does not hold
 KEYS = ("user", "admin")

@@ -19,10 +19,9 @@ from tests.engines.processed import PROBE, Absorbed, Model, ProcessedModel, Sabo
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.data.deltas.kernels import flat_bits
 from torchrl_ext.engines import runtime
-from torchrl_ext.engines.rehearsal import changed, chosen_positions, content
 from torchrl_ext.engines.loader import EngineLoader
-from torchrl_ext.engines.runtime import RULES
-from torchrl_ext.engines.runtime import reachable
+from torchrl_ext.engines.rehearsal import changed, chosen_positions, content
+from torchrl_ext.engines.runtime import RULES, reachable
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 

@@ -13,8 +13,7 @@ import pytest
 from tests.processes import python
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.messages import Finish, Start
-from torchrl_ext.control.serving.processes import make_overlay
-from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.control.serving.processes import free_port, make_overlay
 from torchrl_ext.control.serving.sglang import SGLangServer
 from torchrl_ext.control.serving.vllm import VLLMServer
 from torchrl_ext.engines.plugin import started_with

@@ -10,8 +10,8 @@ from torch import nn
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
 from torchrl_ext.data.landing.sliced import Sliced, part_of
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import position_digest, tensor_digest
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import position_digest, tensor_digest
 from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
 from torchrl_ext.engines.runtime import reachable
 

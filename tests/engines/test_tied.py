@@ -16,8 +16,8 @@ from tests.engines import processed
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.digests import position_digest, tensor_digest
-from torchrl_ext.engines.rehearsal import changed, reverting_changes
 from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.engines.rehearsal import changed, reverting_changes
 from torchrl_ext.engines.runtime import reachable
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 

@@ -1,4 +1,4 @@
-"""Writes what came out of `tests.real_engines.test_kinds` and `tests.real_engines.test_conformance` into docs/compatibility.md.
+"""Writes the results of `test_kinds` and `test_conformance` into docs/compatibility.md.
 
     python -m pytest --engines --exhaustive tests/real_engines/test_kinds.py --kind-results results.jsonl
     python -m tests.real_engines.compatibility results.jsonl

@@ -1,7 +1,7 @@
 """Programs that own vLLM's objects and switch their weights by direct calls; they run in vLLM's environment.
 
-``python -m tests.real_engines.in_process NAME ARGUMENT...`` runs one of the functions below, which fails where an engine says
-other tokens than the trainer.
+``python -m tests.real_engines.in_process NAME ARGUMENT...`` runs one of the functions below, which fails where an
+engine says other tokens than the trainer.
 """
 
 import asyncio

@@ -19,8 +19,7 @@ from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.serving import routing
-from torchrl_ext.control.serving.server import RouterProcess
-from torchrl_ext.control.serving.server import start
+from torchrl_ext.control.serving.server import RouterProcess, start
 
 _ENDS = ThreadPoolExecutor(4)
 FORKING = str(Path(__file__).with_name("site"))

@@ -1,4 +1,4 @@
-"""`torchrl-ext doctor` and `push` at real servers and a real router; without our plugin: `tests.real_engines.test_native`."""
+"""`torchrl-ext doctor` and `push` at real servers and a real router; `test_native` has those without our plugin."""
 
 import pytest
 

@@ -12,8 +12,7 @@ import torchrl_ext as tx
 from tests.models import VOCAB, tiny_model
 from tests.real_engines.served import sending
 from torchrl_ext.base.errors import UpdateError
-from torchrl_ext.sync.outputs import Probe, gaps, random_prompts
-from torchrl_ext.sync.outputs import score
+from torchrl_ext.sync.outputs import Probe, gaps, random_prompts, score
 
 pytestmark = pytest.mark.engine
 

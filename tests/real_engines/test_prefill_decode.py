@@ -15,8 +15,7 @@ from tests.models import greedy, tiny_model
 from tests.real_engines.served import LONG, kept_keys
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.serving.topology import LocalLauncher
-from torchrl_ext.control.serving.topology import OwnedEngines
+from torchrl_ext.control.serving.topology import LocalLauncher, OwnedEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 

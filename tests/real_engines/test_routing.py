@@ -17,8 +17,8 @@ from tests.real_engines.served import sending, until_met
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.routing import Routing
+from torchrl_ext.control.serving.server import RouterProcess
 
 pytestmark = pytest.mark.engine
 

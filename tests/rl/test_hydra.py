@@ -26,7 +26,7 @@ from torchrl_ext.rl.collectors.updater import TransportWeightUpdater
 TRAINER_S = 300
 SCRIPT = """
 import os, runpy, sys
-runpy.run_path("tests/real_engines/site/sitecustomize.py")["fork_from_a_helper"](())  # of this process, which imported all
+runpy.run_path("tests/real_engines/site/sitecustomize.py")["fork_from_a_helper"](())  # it imported all
 os.chdir(sys.argv[1])
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")

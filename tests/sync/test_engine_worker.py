@@ -26,8 +26,8 @@ from torchrl_ext.base.messages import (
     Verify,
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.digests import digest_of, tensor_digest
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import digest_of, tensor_digest
 from torchrl_ext.sync.engine_worker import EngineWorker, joined
 
 

@@ -23,8 +23,8 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Finish, Leave, Prefetch, Reset, Seal, Start, State, Verify, stamped
 from torchrl_ext.base.types import Part
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import tensor_digest
 
 NAMES = ("a", "b", "c")
 

@@ -12,15 +12,14 @@ import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, UpdateError
-from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.base.reports import PROOFS, least
+from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.makes.vllm import EmbeddedPort
 from torchrl_ext.sync.local.inprocess import InProcessEngine
-from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts
-from torchrl_ext.sync.outputs import score
+from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts, score
 
 
 @contextmanager

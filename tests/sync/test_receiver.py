@@ -12,8 +12,8 @@ from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.base.errors import EngineRefusedError, ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.base.messages import Finish, Join, Prefetch, Start, State
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightsState
 from torchrl_ext.testing import same_bits

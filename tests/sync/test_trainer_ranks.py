@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torchrl_ext as tx
 from tests.ranks import on_ranks
 from torchrl_ext.base.errors import ManifestError, UpdateError
-from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.outputs import Probe
 

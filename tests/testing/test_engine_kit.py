@@ -16,8 +16,8 @@ from tests.fakes import FakeEngine
 from tests.processes import finished
 from tests.testing import KIT
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
-from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.outputs import score
+from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.testing.engine import test_updates as cases
 from torchrl_ext.testing.engine.subject import Subject
 from torchrl_ext.testing.tiny import make_tiny_lm

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, LandingEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 

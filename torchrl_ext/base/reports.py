@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
 
 from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import Info
 
-__all__ = ["Phase", "Spans", "nested", "plot", "plot_history", "scalars", "table"]
+__all__ = [
+    "PROOFS",
+    "EngineRow",
+    "Log",
+    "Logs",
+    "Phase",
+    "Spans",
+    "SyncReport",
+    "least",
+    "nested",
+    "plot",
+    "plot_history",
+    "scalars",
+    "table",
+]
+
+log = logging.getLogger("torchrl_ext")
 
 Rows = list[tuple[str, ...]]
 
@@ -282,7 +303,7 @@ class SyncReport:
     part: bool = False
     error: str | None = None
     began: float = 0.0
-    timeline: tuple[reports.Phase, ...] = ()
+    timeline: tuple[Phase, ...] = ()
 
     def scalars(self) -> dict[str, float]:
         """Return the report's numbers under flat keys, for loggers.

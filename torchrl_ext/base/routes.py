@@ -12,8 +12,8 @@ from typing import Any
 
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
 from torchrl_ext.base.messages import Message
-from torchrl_ext.base.types import Info
 from torchrl_ext.base.reports import least
+from torchrl_ext.base.types import Info
 
 __all__ = [
     "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER", "Flush", "Guard",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import ipaddress
 import math
 import os
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -22,10 +21,7 @@ from torchrl_ext.base.errors import ConfigError, ManifestError, WeightSyncError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "Wire", "dtype_from_name",
-    "dtype_name", "least",
-]  # fmt: skip
+__all__ = ["EngineInfo", "Info", "ParamMeta", "Part", "Wire", "dtype_from_name", "dtype_name", "is_torchrl"]
 
 Info = dict[str, Any]
 """A JSON-safe dict: its values are str, int, float, bool, None, and lists and dicts of these."""

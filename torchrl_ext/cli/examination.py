@@ -16,9 +16,9 @@ import torchrl_ext
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.base.registry import engines as makes
+from torchrl_ext.base.reports import PROOFS
 from torchrl_ext.base.routes import BACKEND
 from torchrl_ext.base.types import EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
-from torchrl_ext.base.reports import PROOFS
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.http import HTTPSession, normalise_url
 from torchrl_ext.control.makes.server_info import ServerInfo, server_info

@@ -1,4 +1,4 @@
-"""What all commands share: how a command is declared, `--json`, ``--api-key``, exit statuses, one form of errors, signals.
+"""What all commands share: declaration, `--json`, ``--api-key``, exit statuses, one form of errors, signals.
 
 A command is a plain function of a module that imports nothing heavy (torch is imported in function bodies), registered
 with the module's ``app``, a `typer.Typer`. Its docstring is its help, in Markdown. It returns its exit status, most

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import Info
-from torchrl_ext.control.http import each, run
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.control.http import normalise_urls
+from torchrl_ext.control.http import each, normalise_urls, run
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest, checked_prompt
 from torchrl_ext.control.requests.requests import Requests, targets
 
@@ -239,8 +238,8 @@ class RemoteInferenceClient:
             clear_cache: drop the prefix cache as well.
 
         Returns:
-            By address; the body has a ``status``, one of the states of `torchrl_ext.base.reports.EngineRow`. `resume`, `sleep`
-            and `wake_up` return the same.
+            By address; the body has a ``status``, one of the states of `torchrl_ext.base.reports.EngineRow`. `resume`,
+            `sleep` and `wake_up` return the same.
 
         Raises:
             ConfigError: unknown mode.

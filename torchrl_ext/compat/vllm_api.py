@@ -18,9 +18,9 @@ from torch import Tensor
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.base.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
 from torchrl_ext.base.registry import transports
+from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.base.routes import ANSWERS, BACKEND, answers_in, each_answer
 from torchrl_ext.base.types import EngineInfo, Info, ParamMeta
-from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.control.client import NullEngine
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import Answer

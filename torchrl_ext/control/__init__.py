@@ -1,7 +1,7 @@
 """The control layer: engines, fleets and routers over HTTP, and requests to them; knows no tensor and no transport.
 
-Here belong addresses, routes, processes of servers, and the order in which an engine pauses, loads, verifies and resumes.
-What holds weights belongs to `torchrl_ext.data`, and what does both to `torchrl_ext.sync`.
+Here belong addresses, routes, processes of servers, and the order in which an engine pauses, loads, verifies and
+resumes. What holds weights belongs to `torchrl_ext.data`, and what does both to `torchrl_ext.sync`.
 
 ===============  ======================================================================================
 engine client    calls one engine, whatever its make

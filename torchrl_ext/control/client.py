@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.base.types import EngineInfo, Info, Part
 from torchrl_ext.base.reports import EngineRow
+from torchrl_ext.base.types import EngineInfo, Info, Part
 from torchrl_ext.control.port import no_adapters, no_logprobs
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ class EngineClient(ABC):
 
     @property
     def proof(self) -> str:
-        """The proof that a confirmed update gives (one of `torchrl_ext.base.reports.PROOFS`); for a fleet, the weakest."""
+        """The proof that a confirmed update gives, one of `torchrl_ext.base.reports.PROOFS`; of a fleet the weakest."""
         return "sent"
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        """The workers' rehearsal reports (`torchrl_ext.engines.rehearsal.Rehearsal.to_json`); empty before `rehearse`."""
+        """The workers' rehearsal reports (`Rehearsal.to_json`); empty before `rehearse`."""
         return ()
 
     @abstractmethod
@@ -142,8 +142,8 @@ class EngineClient(ABC):
 
         Args:
             digests: of tensors, by name; empty if they travel with the weights.
-            digest: over all of them (`torchrl_ext.data.weights.digests.digest_of`), which workers have to name in `commit`;
-                "" if it is not known.
+            digest: over all of them (`torchrl_ext.data.weights.digests.digest_of`), which workers have to name in
+                `commit`; "" if it is not known.
 
         Raises:
             EngineRefusedError, IntegrityError: a worker's weights differ; names the tensor.

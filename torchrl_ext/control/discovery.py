@@ -10,12 +10,11 @@ from typing import Any
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, WeightSyncError, why
 from torchrl_ext.base.registry import engines
-from torchrl_ext.base.types import EngineInfo
+from torchrl_ext.base.types import EngineInfo, is_torchrl
 from torchrl_ext.control.client import EngineClient
-from torchrl_ext.control.fleet import Members, Fleet
+from torchrl_ext.control.fleet import Fleet, Members
 from torchrl_ext.control.http import HTTPSession, Keys, normalise_urls
 from torchrl_ext.control.serving.router import refuse_router
-from torchrl_ext.base.types import is_torchrl
 
 __all__ = ["as_engine", "connect", "discover"]
 

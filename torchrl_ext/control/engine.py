@@ -40,9 +40,9 @@ from torchrl_ext.base.messages import (
     replaced_by,
     stamped,
 )
+from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.routes import OPEN_UPDATE
 from torchrl_ext.base.types import EngineInfo, Info, Part
-from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.control.client import EngineClient, _nothing
 from torchrl_ext.control.port import TAGS, EngineState, Port, check_sleep, check_wake, restated
 

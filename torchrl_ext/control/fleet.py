@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, why
-from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.base.reports import EngineRow, least
+from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.control.client import EngineClient, _nothing
 
-__all__ = ["Members", "Fleet"]
+__all__ = ["Fleet", "Members"]
 
 log = logging.getLogger("torchrl_ext")
 

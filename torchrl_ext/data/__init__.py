@@ -1,7 +1,7 @@
 """The data layer: weights from the trainer's memory into an engine's; knows no engine, no route and no pause.
 
-Here belong sources of weights, deltas, versions in files, transports, and how tensors land in a live model. What calls an
-engine, or waits for its answer about anything but bytes, belongs to `torchrl_ext.control` or `torchrl_ext.sync`.
+Here belong sources of weights, deltas, versions in files, transports, and how tensors land in a live model. What calls
+an engine, or waits for its answer about anything but bytes, belongs to `torchrl_ext.control` or `torchrl_ext.sync`.
 
 =============  ========================================================================================
 source         lists parameters, and yields their tensors in the same order

@@ -17,8 +17,8 @@ from torch import Tensor, distributed, nn
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
-from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
 from torchrl_ext.data.landing.placement import Landing, Placement, record
 from torchrl_ext.data.landing.sliced import Sliced
@@ -27,8 +27,7 @@ from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
 from torchrl_ext.data.weights.shared import UNCHANGED, Place, refuse_digests, shared
 from torchrl_ext.engines.plugin import combine
-from torchrl_ext.engines.rehearsal import start_tensors
-from torchrl_ext.engines.rehearsal import Rehearsal, rehearse
+from torchrl_ext.engines.rehearsal import Rehearsal, rehearse, start_tensors
 from torchrl_ext.engines.runtime import Reading
 from torchrl_ext.engines.slices import Slices, layer_of, sharing_no_layer, write_pieces
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,9 +28,15 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import EngineRefusedError, IntegrityError, WeightSyncError
-from torchrl_ext.base.types import Info
-from torchrl_ext.data.landing.placement import Landing
+from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.placement import Landing, keeps_values
 from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
 from torchrl_ext.engines import runtime
 from torchrl_ext.engines.runtime import Reading
@@ -41,6 +47,7 @@ log = logging.getLogger("torchrl_ext")
 
 _NAMED = 5  # layers that an error lists
 _MOST = 10  # rows of a summary
+
 
 class Model(Protocol):
     """What a rehearsal asks of a worker's model; `torchrl_ext.engines.loader.EngineModel` says what each part means."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 __all__ = ["DIFFERING", "OBJECTS", "RULES", "Reading", "is_table", "is_varied", "reachable", "sample"]
 
-# Rules by which a rehearsal judges where no engine promises anything: all of them, with their constants. Each may be wrong
-# for an engine that nobody has tried, so a report names the rules that were applied, and where.
+# Rules by which a rehearsal judges where no engine promises anything: all of them, with their constants. Each may be
+# wrong for an engine that nobody has tried, so a report names the rules that were applied, and where.
 
 OBJECTS = 100_000
 """Objects below one module in which tensors are looked for; numbers and strings do not count."""
@@ -71,6 +71,7 @@ def sample(tensor: Tensor) -> Tensor:
     """Return some of a tensor's values in float32, each once, sorted."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)].float().unique()
+
 
 _OWN = frozenset(vars(nn.Module()))
 _FOREIGN = ("torch", "numpy", "builtins", "collections", "logging", "threading", "transformers")

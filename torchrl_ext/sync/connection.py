@@ -15,9 +15,8 @@ from typing import final
 
 from torchrl_ext.base.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.base.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
-from torchrl_ext.base.reports import Spans
+from torchrl_ext.base.reports import EngineRow, Spans, SyncReport
 from torchrl_ext.base.types import ParamMeta, label_number
-from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.base import Handoff

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
-from torchrl_ext.base.reports import Spans
+from torchrl_ext.base.reports import PROOFS, EngineRow, Spans
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.base.reports import PROOFS, EngineRow
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.data.weights.source import inner_model
 

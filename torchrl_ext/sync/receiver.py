@@ -17,19 +17,19 @@ from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityEr
 from torchrl_ext.base.messages import NOBODY, Message, replaced
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.types import Info, ParamMeta, Part, decoded
-from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.data.landing.sliced import Sliced
-from torchrl_ext.data.transports.base import Arrival, Worker, LandingEnd
+from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.versions.opening import admit
-from torchrl_ext.data.weights.digests import digest_of, position_digest, tensor_digest
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import digest_of, position_digest, tensor_digest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["WeightsState", "WeightReceiver"]
+__all__ = ["WeightReceiver", "WeightsState"]
 
 _TIMEOUT_S = 60.0  # if the trainer sends no timeout
 _NOTHING_TO_REHEARSE = "the model computes with the tensors that are read back: there is nothing to rehearse"
@@ -421,9 +421,9 @@ class WeightReceiver:
         """Note that the model holds all of a version, as it was `due`.
 
         Returns:
-            ``version``, which it holds now; and ``digest``, `torchrl_ext.data.weights.digests.digest_of` the digests with
-            which all of its tensors were compared since `start`, or "" if they were not, or if the transport brings
-            slices, which differ between workers.
+            ``version``, which it holds now; and ``digest``, `torchrl_ext.data.weights.digests.digest_of` the digests
+            with which all of its tensors were compared since `start`, or "" if they were not, or if the transport
+            brings slices, which differ between workers.
         """
         self.due(message)
         self.version = message.version

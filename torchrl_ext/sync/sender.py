@@ -26,21 +26,18 @@ from torchrl_ext.base.errors import (
     why,
 )
 from torchrl_ext.base.messages import REPLACED
-from torchrl_ext.base.reports import Phase, Spans
+from torchrl_ext.base.reports import PROOFS, Log, Logs, Phase, Spans, SyncReport, least
 from torchrl_ext.base.types import Info, ParamMeta, Part
-from torchrl_ext.base.reports import PROOFS, SyncReport, least
 from torchrl_ext.control.client import EngineClient, NullEngine
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.data.transports.ranks import Steps, TrainerRanks, drives, numbered
 from torchrl_ext.data.transports.standalone import StandaloneTransport
-from torchrl_ext.data.weights.derived import converted
+from torchrl_ext.data.weights.derived import as_source, converted
 from torchrl_ext.data.weights.digests import digest_of
 from torchrl_ext.data.weights.shared import differing, shared_in, tied_by_config, two_values
 from torchrl_ext.data.weights.source import MappingSource, inner_model
-from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.connection import Connection, update_error
-from torchrl_ext.base.reports import Log, Logs
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
 from torchrl_ext.sync.update_source import UpdateSource, bump, named
 

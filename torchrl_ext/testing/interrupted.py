@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.data.weights.blocks import Shard
-from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import MappingSource
 
 __all__ = ["Interrupted"]
 

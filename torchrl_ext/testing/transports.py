@@ -49,8 +49,8 @@ from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.transports.base import Handoff, Transport
 from torchrl_ext.data.transports.standalone import StandaloneTransport
-from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.sync.local.module import ModulePort
 from torchrl_ext.testing.interrupted import Interrupted
 

@@ -24,8 +24,8 @@ def register():
     from torchrl_ext.base.messages import Message
     from torchrl_ext.data.landing.loader import TensorsLoader
     from torchrl_ext.engines.loader import EngineLoader
-    from torchrl_ext.sync.receiver import WeightReceiver
     from torchrl_ext.sync.engine_worker import EngineWorker
+    from torchrl_ext.sync.receiver import WeightReceiver
 
     made = EngineLoader.__init__
 

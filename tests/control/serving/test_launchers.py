@@ -13,8 +13,7 @@ import pytest
 from tests.models import tiny_checkpoint
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.control.serving import topology as launchers
-from torchrl_ext.control.serving.topology import LocalLauncher
-from torchrl_ext.control.serving.topology import EnginePlan
+from torchrl_ext.control.serving.topology import EnginePlan, LocalLauncher
 
 
 def plan(path="/nowhere", gpus=(0,), kind="embedded", **more):

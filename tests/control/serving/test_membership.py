@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from tests.control.test_router import Engine, Gateway, serving
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, UpdateError
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.base.reports import EngineRow, SyncReport
+from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines
-from torchrl_ext.control.serving.topology import Topology
+from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines, Topology
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from tests.models import PROMPT, tiny_checkpoint
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
+from torchrl_ext.control.serving.server import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -14,9 +14,7 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.control.serving.topology import LocalLauncher
-from torchrl_ext.control.serving.topology import OwnedEngines
-from torchrl_ext.control.serving.topology import Topology
+from torchrl_ext.control.serving.topology import LocalLauncher, OwnedEngines, Topology
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,7 @@ from tests.lagging import DEVICE, Lagging
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import HostKernels
-from torchrl_ext.data.deltas.host import kernels_on
+from torchrl_ext.data.deltas.host import HostKernels, kernels_on
 from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, diff
 from torchrl_ext.data.deltas.torch_ops import TorchKernels
 from torchrl_ext.data.deltas.units import units

@@ -20,9 +20,8 @@ from tests.processes import calling, python, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.weights.derived import MappedSource
+from torchrl_ext.data.weights.derived import MappedSource, as_source
 from torchrl_ext.data.weights.source import WeightSource
-from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
 

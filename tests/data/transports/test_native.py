@@ -18,8 +18,8 @@ from torchrl_ext.base.errors import DeadlineError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Update
 from torchrl_ext.data.transports.native.transport import NativeTransport, layout_of
-from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.testing import DTYPES, any_bits
 
 SHORT_S = 2

@@ -25,8 +25,8 @@ from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.group.notes import HostedNotes
 from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.weights.source import MappingSource, WeightSource
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import MappingSource, WeightSource
 from torchrl_ext.testing import free_port
 
 

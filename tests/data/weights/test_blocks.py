@@ -13,9 +13,8 @@ from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights import hf_names
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
-from torchrl_ext.data.weights.derived import ConvertedSource
+from torchrl_ext.data.weights.derived import ConvertedSource, as_source
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
-from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.view import View
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits

@@ -15,10 +15,10 @@ from tests.models import CONVERTED, converted_model, tiny_model
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.loader import as_loader
+from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import position_digest, tensor_digest
 from torchrl_ext.data.weights.hf_names import groups_of
 from torchrl_ext.data.weights.source import ModuleSource, checked, named_tensors
-from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits

@@ -20,8 +20,7 @@ from tests.models import converted_model
 from tests.ranks import on_ranks, raises_if
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.derived import MappedSource
-from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.derived import MappedSource, as_source
 from torchrl_ext.testing import any_bits, same_bits
 
 

@@ -16,10 +16,9 @@ import torchrl_ext as tx
 from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
-from torchrl_ext.data.weights.derived import MappedSource, as_mapper
+from torchrl_ext.data.weights.derived import MappedSource, as_mapper, as_source
 from torchrl_ext.data.weights.digests import byte_view, tensor_digest
 from torchrl_ext.data.weights.source import MappingSource, WeightSource, checked
-from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import same_bits
 
 

@@ -33,7 +33,7 @@ from torchrl_ext.data.transports.delta.transport import DeltaTransport
 from torchrl_ext.data.versions.containers import BlockFiles, code
 from torchrl_ext.data.versions.owned import FlatCopies
 
-__all__ = ["OURS", "OTHERS", "changes", "compare", "measure"]
+__all__ = ["OTHERS", "OURS", "changes", "compare", "measure"]
 
 OURS = ("ulp", "context")
 """Kinds of blocks whose speed is measured."""

@@ -14,8 +14,7 @@ import typer
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.commands.push import check_engines
-from torchrl_ext.cli.frame import answer, note
-from torchrl_ext.cli.frame import Interrupts
+from torchrl_ext.cli.frame import Interrupts, answer, note
 
 if TYPE_CHECKING:
     from torchrl_ext.base.types import EngineInfo, Info
@@ -226,8 +225,8 @@ def _same_weights(model: Any, urls: Sequence[str]) -> bool:
     For the other engines a report's ``verified`` says the same of the last version.
     """
     from torchrl_ext.control.http import HTTPSession
-    from torchrl_ext.data.weights.digests import tensor_digest
     from torchrl_ext.data.weights.derived import as_source
+    from torchrl_ext.data.weights.digests import tensor_digest
 
     own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
     for url in urls:

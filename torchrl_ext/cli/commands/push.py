@@ -21,8 +21,8 @@ from torchrl_ext.cli.frame import APIKey, answer, fail, note, progress, table
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchrl_ext.base.types import EngineInfo, Info
     from torchrl_ext.base.reports import SyncReport
+    from torchrl_ext.base.types import EngineInfo, Info
     from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 __all__ = ["app", "check_engines"]

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option, Typer
 
 from torchrl_ext.base.errors import ConfigError, EngineError
-from torchrl_ext.cli.frame import answer, note
-from torchrl_ext.cli.frame import Interrupts
+from torchrl_ext.cli.frame import Interrupts, answer, note
 
 __all__ = ["app"]
 

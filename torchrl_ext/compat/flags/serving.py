@@ -9,8 +9,7 @@ from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 
 if TYPE_CHECKING:
-    from torchrl_ext.control.serving.topology import Serving
-    from torchrl_ext.control.serving.topology import Topology
+    from torchrl_ext.control.serving.topology import Serving, Topology
 
 __all__ = ["make_serving"]
 

@@ -6,8 +6,8 @@ Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
 
 ==========================================  ====================================================================
 ``POST /init_weight_transfer_engine``       ``{"init_info": message}``: messages that load nothing. Answers come in an
-                                            error's text (`torchrl_ext.base.routes.ANSWERS`); the embedded engine answers
-                                            ``{"answer": {...}}``
+                                            error's text (`torchrl_ext.base.routes.ANSWERS`); the embedded engine
+                                            answers ``{"answer": {...}}``
 ``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, a parameter that vLLM is about to remove
 ``POST /start_weight_update``
 ``POST /update_weights``                    ``{"update_info": message}``: `Load`, `Verify`, or `Seal` at the end

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.control.http import run
 from torchrl_ext.control.discovery import discover
-from torchrl_ext.control.http import Keys
+from torchrl_ext.control.http import Keys, run
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
 from torchrl_ext.control.requests.requests import Requests, targets
 

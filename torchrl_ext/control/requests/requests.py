@@ -20,8 +20,7 @@ from torchrl_ext.base.errors import (
     RouteAbsent,
 )
 from torchrl_ext.base.registry import engines
-from torchrl_ext.control.http import begin, each
-from torchrl_ext.control.http import HTTPSession, Keys, normalise_urls
+from torchrl_ext.control.http import HTTPSession, Keys, begin, each, normalise_urls
 from torchrl_ext.control.requests.dialects import Dialect
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest
 

@@ -50,8 +50,8 @@ _ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 class GuardedProcess:
     """Runs a program that ends with this process; a context manager.
 
-    The program runs under `torchrl_ext.control.serving.guard` in its own session: Ctrl-C in a terminal reaches only this
-    process, and the program ends however this process dies.
+    The program runs under `torchrl_ext.control.serving.guard` in its own session: Ctrl-C in a terminal reaches only
+    this process, and the program ends however this process dies.
 
     Args:
         command: program and arguments.

@@ -11,15 +11,15 @@ from typing import Any
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, UpdateError
 from torchrl_ext.base.registry import engines as kinds
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.base.reports import EngineRow, SyncReport
+from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.discovery import connect, discover
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import normalise_url
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import GuardedProcess
-from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.router import RouterClient, engine_key
+from torchrl_ext.control.serving.server import RouterProcess
 
 __all__ = ["Routing"]
 

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -214,8 +214,8 @@ class RouterSpec(ServerSpec):
     """The settings and the command line of a router; see `ServerSpec` for the common ones.
 
     The circuit breaker is off: an engine that is paused for new weights is slow, not broken. The router leaves out an
-    engine whose health route failed three times, ten seconds apart; `torchrl_ext.control.serving.routing`, which knows the
-    engines' weights, decides which other engines are in service.
+    engine whose health route failed three times, ten seconds apart; `torchrl_ext.control.serving.routing`, which knows
+    the engines' weights, decides which other engines are in service.
 
     Attributes:
         policy_of_sessions: the router's policy that keeps a session on one engine.

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.control.serving.processes import GuardedProcess, free_port
-from torchrl_ext.control.serving.server import RouterSpec
-from torchrl_ext.control.serving.server import StockSpec, as_flags, start
+from torchrl_ext.control.serving.server import RouterSpec, StockSpec, as_flags, start
 
 __all__ = ["SGLangRouterSpec", "SGLangServer", "SGLangSpec"]
 

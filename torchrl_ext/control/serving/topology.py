@@ -38,7 +38,7 @@ from torchrl_ext.base.types import EngineInfo, described
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.serving.processes import GuardedProcess
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import EngineSpec, start
+from torchrl_ext.control.serving.server import EngineSpec, check_pools, start
 
 __all__ = ["EnginePlan", "ExternalEngines", "LocalLauncher", "ModelPlan", "OwnedEngines", "Serving", "Topology"]
 

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.base.routes import BACKEND
 from torchrl_ext.control.serving.processes import GuardedProcess
-from torchrl_ext.control.serving.server import RouterSpec
-from torchrl_ext.control.serving.server import StockSpec, as_flags, start
+from torchrl_ext.control.serving.server import RouterSpec, StockSpec, as_flags, start
 
 __all__ = ["VLLMRouterSpec", "VLLMServer", "VLLMSpec"]
 

@@ -1,4 +1,4 @@
-"""Compiled loops of `torchrl_ext.data.deltas.blocks` and `torchrl_ext.data.deltas.contexts`; importing this imports numba."""
+"""Compiled loops of the codecs in `blocks` and `contexts`; importing this imports numba."""
 
 from __future__ import annotations
 

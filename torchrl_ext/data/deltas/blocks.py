@@ -1,7 +1,7 @@
 """The kinds of blocks of a delta: how what changed in a range of a stream becomes bytes, and those a change again.
 
-    ulp      joint tokens of gaps and steps (`torchrl_ext.data.deltas.tokens`): near the entropy, a few ns for each change
-    context  tokens sorted by the exponent of the base (`torchrl_ext.data.deltas.contexts`): a third less, for readers of it
+    ulp      joint tokens of gaps and steps (`tokens`): near the entropy, a few ns for each change
+    context  tokens sorted by the exponent of the base (`contexts`): a third less, for readers of it
     bitmap   uint64 words, a bit for each unit, then the new bits of those that changed: at the speed of memory
 
 Numbers are little-endian. Nobody checks a block for bits that flipped: its checksum is the manifest's.

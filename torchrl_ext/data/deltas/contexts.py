@@ -2,8 +2,8 @@
 
 A unit changes when its step exceeds half a unit in its last place, so the exponent of its old bits, its *context*,
 predicts whether and how far. Neighbouring contexts that change alike form a group, and the units of a group, in their
-order, are a stream with a block of tokens of its own (`torchrl_ext.data.deltas.tokens`). A reader repeats the writer's walk
-over its own copy of the base. A block:
+order, are a stream with a block of tokens of its own (`torchrl_ext.data.deltas.tokens`). A reader repeats the writer's
+walk over its own copy of the base. A block:
 
     byte     the number of groups, less 1
     bytes    the last context of each group but the last, increasing

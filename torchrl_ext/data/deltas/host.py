@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar, final
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.data.deltas.kernels import UNSIGNED, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
+from torchrl_ext.data.deltas.torch_ops import TorchKernels
 
 __all__ = ["HostKernels", "kernels_on"]
 

@@ -1,4 +1,4 @@
-"""What changed in a model, stream by stream (`torchrl_ext.data.deltas.table`): found on the trainer, landed by a reader.
+"""What changed in a model, stream by stream (`ParamTable`): found on the trainer, landed by a reader.
 
 Tensors come in the order of a source. Small neighbours are copied into one run, large ones are scanned where they lie,
 and a block of a stream is a task of its own: so a change costs what its bytes cost, however many tensors it is in.
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import Recorded, recorded, wait_for
-from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
 from torchrl_ext.data.deltas.host import kernels_on
+from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
 from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.data.deltas.table import ParamTable, Stream
 from torchrl_ext.data.deltas.units import unit_of

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +12,22 @@ from torch import Tensor, nn
 
 from torchrl_ext.base.errors import ConfigError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest, tensor_digest
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
 from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
-from torchrl_ext.data.weights.source import MappingSource, ModuleSource, full, inner_model, is_distributed, is_mapping, is_tensordict_module, named_tensors, same_memory
+from torchrl_ext.data.weights.source import (
+    MappingSource,
+    ModuleSource,
+    full,
+    inner_model,
+    is_distributed,
+    is_mapping,
+    is_tensordict_module,
+    named_tensors,
+    same_memory,
+)
 
 if TYPE_CHECKING:
     from torchrl_ext.data.landing.patcher import Patcher
@@ -112,8 +121,8 @@ class Sliceable(ABC):
     def slices(self) -> Mapping[str, tuple[Block, ...]]:
         """Return the blocks of each checked parameter that this model holds, by name; an empty list if it holds none.
 
-        A parameter that is not listed is needed whole. `load` receives a `torchrl_ext.data.landing.sliced.Sliced` for each
-        parameter that is listed with blocks, and `targets` may return some.
+        A parameter that is not listed is needed whole. `load` receives a `torchrl_ext.data.landing.sliced.Sliced` for
+        each parameter that is listed with blocks, and `targets` may return some.
         """
 
     @abstractmethod
@@ -201,9 +210,9 @@ class Rehearsable(ABC):
 class TensorsLoader(WeightLoader, Patchable):
     """Loads into named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
-    A `transformers` module accepts the names of its checkpoint as well as its own (`torchrl_ext.data.weights.hf_names`); a
-    part of a stacked tensor is written in place. Digests have the names of the last checked update, and before the
-    first update the names of the checkpoint.
+    A `transformers` module accepts the names of its checkpoint as well as its own
+    (`torchrl_ext.data.weights.hf_names`); a part of a stacked tensor is written in place. Digests have the names of the
+    last checked update, and before the first update the names of the checkpoint.
 
     Args:
         target: module, TensorDict or mapping of tensors.

@@ -1,8 +1,8 @@
 """Landing sparse changes in place: translated and compared with digests before the pause, written inside it.
 
 A model's loader copies each checkpoint tensor into its runtime parameters piece by piece. Once those copies are known
-(`torchrl_ext.data.landing.placement`), a changed element's checkpoint position says which runtime element to write. So an
-update costs what changed, and not what the model weighs, whatever the sharding and fusing.
+(`torchrl_ext.data.landing.placement`), a changed element's checkpoint position says which runtime element to write. So
+an update costs what changed, and not what the model weighs, whatever the sharding and fusing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
-from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, linear_keys
 from torchrl_ext.data.deltas.host import kernels_on
+from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, linear_keys
 from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, Stream, unit_bytes

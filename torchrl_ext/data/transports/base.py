@@ -33,7 +33,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "LandingEnd", "exclusive", "passing",
+    "Arrival",
+    "Handoff",
+    "LandingEnd",
+    "TransferStats",
+    "Transport",
+    "Update",
+    "Worker",
+    "exclusive",
+    "passing",
     "steps_of",
 ]  # fmt: skip
 
@@ -47,9 +55,9 @@ class Update:
     """One version as a trainer sends it.
 
     Attributes:
-        source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.base.types.Part`) names the version
-            that has the others; for a transport whose `Transport.compares` is true, it yields all, and ``part`` names
-            those that may differ.
+        source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.base.types.Part`) names the
+            version that has the others; for a transport whose `Transport.compares` is true, it yields all, and ``part``
+            names those that may differ.
         version: its number.
         anew: workers may hold another sender's weights, so this version must not build on them.
     """
@@ -219,8 +227,8 @@ class LandingEnd(ABC):
 
         Args:
             version: the version to reach.
-            held: returns the digests of the model's tensors (`torchrl_ext.data.weights.digests`); None if the model may hold
-                parts of several versions, so that no change can build on it.
+            held: returns the digests of the model's tensors (`torchrl_ext.data.weights.digests`); None if the model may
+                hold parts of several versions, so that no change can build on it.
             within: deadline of each wait.
 
         Returns:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker, LandingEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
 from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.data.versions.chain import Chain

@@ -13,7 +13,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import settle
 from torchrl_ext.base.errors import IntegrityError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, LandingEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 

@@ -27,7 +27,7 @@ from torchrl_ext.base.errors import ConcurrentUpdateError, NotConnectedError, Tr
 from torchrl_ext.base.types import Info, described
 from torchrl_ext.data.weights.sharing import Ranks
 
-__all__ = ["RankStore", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
+__all__ = ["RankStep", "RankStore", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 
 log = logging.getLogger("torchrl_ext")
 

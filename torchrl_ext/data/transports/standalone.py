@@ -10,9 +10,9 @@ from typing import Any
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.loader import as_loader
-from torchrl_ext.data.transports.base import Arrival, Transport, Update, LandingEnd, exclusive, passing, steps_of
-from torchrl_ext.data.weights.source import inner_model
+from torchrl_ext.data.transports.base import Arrival, LandingEnd, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import inner_model
 
 __all__ = ["Mailbox", "StandaloneTransport"]
 

@@ -198,7 +198,9 @@ class Chain:
             IntegrityError: a link is missing, and neither a keyframe nor the version held lies after it; names it.
         """
         deltas: list[tuple[str, DeltaManifest]] = []
-        best: tuple[int, RunVersion | None, Manifest | None, int] | None = None  # bytes, two starts, how many of the deltas
+        best: tuple[int, RunVersion | None, Manifest | None, int] | None = (
+            None  # bytes, two starts, how many of the deltas
+        )
         number, nbytes = target, 0
         while True:
             base_run = deltas[-1][1].base_run_id if deltas else ""

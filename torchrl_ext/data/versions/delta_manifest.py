@@ -1,7 +1,7 @@
 """The manifest of a delta: what it is taken against, what it changes, and where the blocks of its streams lie.
 
-It is JSON in one zstd frame, and has no row per parameter but those of its table (`torchrl_ext.data.deltas.table`): digests
-and blocks are binary columns, little-endian, in base64.
+It is JSON in one zstd frame, and has no row per parameter but those of its table (`torchrl_ext.data.deltas.table`):
+digests and blocks are binary columns, little-endian, in base64.
 """
 
 from __future__ import annotations

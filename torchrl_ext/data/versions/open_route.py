@@ -53,7 +53,8 @@ OpenBase = Callable[[], WeightSource]
 class OpenRoute:
     """A route with its keyframe open, and with its deltas read, or read while the route is used where they are many.
 
-    Memory for payloads is bounded by `torchrl_ext.data.versions.payloads`, however many versions the route leads through.
+    Memory for payloads is bounded by `torchrl_ext.data.versions.payloads`, however many versions the route leads
+    through.
 
     Args:
         chain: the versions.

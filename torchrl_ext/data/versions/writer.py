@@ -31,9 +31,9 @@ _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
 class ChainWriter:
     """Publishes one trainer's versions into a chain, as keyframes and deltas; its end on rank 0.
 
-    Every rank owns some parameters (`torchrl_ext.data.versions.owned`), compares them with its copies, and writes its own
-    files of a version. A version appears when rank 0 has written the manifest: only after all ranks have written. Where
-    one fails, nothing does, and the next version is a full one.
+    Every rank owns some parameters (`torchrl_ext.data.versions.owned`), compares them with its copies, and writes its
+    own files of a version. A version appears when rank 0 has written the manifest: only after all ranks have written.
+    Where one fails, nothing does, and the next version is a full one.
 
     Args:
         store: where versions are written.

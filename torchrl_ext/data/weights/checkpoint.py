@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.files import identity

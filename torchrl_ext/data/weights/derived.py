@@ -3,11 +3,14 @@ checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, or with some
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
-from typing import final
+from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +18,22 @@ from torch import Tensor, nn
 from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Shard
-from torchrl_ext.data.weights.checkpoint import with_dtype
+from torchrl_ext.data.weights.checkpoint import CheckpointSource, with_dtype
+from torchrl_ext.data.weights.dtensor import require_whole
 from torchrl_ext.data.weights.hf_names import SameWeights, groups_of, shards_of_part
-from torchrl_ext.data.weights.peft import PeftSource
-from torchrl_ext.data.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order
+from torchrl_ext.data.weights.peft import PeftSource, is_peft
+from torchrl_ext.data.weights.source import (
+    MappingSource,
+    ModuleSource,
+    Row,
+    RowSource,
+    WeightSource,
+    gathered_in_order,
+    inner_model,
+    is_mapping,
+    is_tensordict_module,
+    unwrapped,
+)
 
 __all__ = ["ConvertedSource", "MappedSource", "as_mapper", "as_source", "converted"]
 
@@ -253,8 +268,8 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
 def as_source(weights: Any) -> WeightSource:
     """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
 
-    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.data.weights.hf_names`); a wrapper is
-    replaced by its `inner_model`.
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.data.weights.hf_names`); a wrapper
+    is replaced by its `inner_model`.
 
     Raises:
         ConfigError: the type is not supported, or FSDP1 holds the module in pieces.

@@ -12,10 +12,10 @@ It sees a tensor as little-endian words of 32 bits and multiplies word ``i`` in 
 
     key(i) = K[i % 2048] * H(i // 2048)
 
-with K of 32 bits (`torchrl_ext.data.deltas.kernels.linear_keys`) and H odd: the two words of splitmix64's finaliser and its
-second mix of ``(i // 2048) * G + SEED``, each ``| 1``, where G is 2^64 / golden ratio. An element of at most 32 bits at
-byte b adds ``((bits + 1) << 8 * (b % 4)) * key(b // 4)``, one of 64 bits the same for each of its halves; so zeros
-count. Of errors that do not depend on the keys it finds
+with K of 32 bits (`torchrl_ext.data.deltas.kernels.linear_keys`) and H odd: the two words of splitmix64's finaliser and
+its second mix of ``(i // 2048) * G + SEED``, each ``| 1``, where G is 2^64 / golden ratio. An element of at most 32
+bits at byte b adds ``((bits + 1) << 8 * (b % 4)) * key(b // 4)``, one of 64 bits the same for each of its halves; so
+zeros count. Of errors that do not depend on the keys it finds
 
 * one changed word always: the difference of its bits times K is below 2^64, and H has an inverse;
 * two swapped elements of at most 32 bits in one row of 2048 words always, as shifted keys differ (tested);
@@ -37,8 +37,8 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.kernels import Piece, Words, flat_bits
 from torchrl_ext.data.deltas.host import kernels_on
+from torchrl_ext.data.deltas.kernels import Piece, Words, flat_bits
 from torchrl_ext.data.weights.view import Block, View
 
 __all__ = ["PositionDigest", "block_words", "byte_view", "digest_of", "position_digest", "tensor_digest"]

@@ -358,7 +358,9 @@ class Spelling:
         source_of: name in ``places`` -> name of the live tensor that it is, or is a part of.
     """
 
-    def __init__(self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None = None
+    ) -> None:
         self._own, self._made_of = own, _what_matters(own, groups, sent)
         self._group_of: dict[str, SameWeights] = {}
         results: dict[str, SameWeights] = {}
@@ -515,5 +517,7 @@ class Spelling:
             group.redo(self._own, tensors)
 
 
-def _what_matters(own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None) -> tuple[Any, ...]:
+def _what_matters(
+    own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None
+) -> tuple[Any, ...]:
     return sent, tuple(groups), [(name, same_memory(tensor)) for name, tensor in own.items()]

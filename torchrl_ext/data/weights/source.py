@@ -7,9 +7,9 @@ the two, so that a disagreement raises an error with a name instead of a hang.
 
 from __future__ import annotations
 
-import logging
+import json
 import math
-import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.base.errors import ConfigError, ManifestError
-from torchrl_ext.base.types import ParamMeta, Part
+from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.types import ParamMeta, Part, dtype_name, is_torchrl
 from torchrl_ext.data.weights.blocks import Block, Shard
-from torchrl_ext.data.weights.dtensor import require_whole, shards_of_dtensor
+from torchrl_ext.data.weights.dtensor import shards_of_dtensor
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "checked", "inner_model"]
-
-log = logging.getLogger("torchrl_ext")
 
 _CAST = 1 << 20  # elements
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -22,8 +22,8 @@ from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
 from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
-from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.outputs import score
+from torchrl_ext.sync.receiver import WeightReceiver
 
 __all__ = ["EmbeddedEngine"]
 

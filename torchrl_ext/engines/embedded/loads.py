@@ -12,7 +12,8 @@ __all__ = ["Reloadable"]
 
 @final
 class Reloadable:
-    """An `EmbeddedEngine` that refuses to serve incomplete weights; see `torchrl_ext.engines.update_from_disk.ReloadableEngine`.
+    """An `EmbeddedEngine` that refuses to serve incomplete weights; see
+    `torchrl_ext.engines.update_from_disk.ReloadableEngine`.
 
     Weights that are loaded drop the keys and values of running requests; there is no other cache.
     """

@@ -18,8 +18,8 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor, distributed, nn
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.engines.plugin import started_with
 from torchrl_ext.engines.loader import UNCHANGED, StandIns, rebalanced, swapped
+from torchrl_ext.engines.plugin import started_with
 from torchrl_ext.engines.runtime import Reading, reachable
 
 __all__ = ["SGLangModel"]

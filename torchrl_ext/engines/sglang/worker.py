@@ -22,8 +22,8 @@ from torch import distributed
 from torchrl_ext.base.messages import Finish, Message, Start, State
 from torchrl_ext.base.routes import Flush
 from torchrl_ext.base.types import Info
-from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.sglang.model import SGLangModel
 from torchrl_ext.sync.engine_worker import EngineWorker
 

@@ -1,4 +1,5 @@
-"""Entry point of group ``vllm.endpoint_plugins``: ``/update_weights_from_disk`` (`torchrl_ext.engines.update_from_disk`).
+"""Entry point of group ``vllm.endpoint_plugins``: ``/update_weights_from_disk``
+(`torchrl_ext.engines.update_from_disk`).
 
 In vLLM's development mode ``GET /is_sleeping`` also answers ``is_paused``, ``tags`` that sleep, ``dropped``, ``empty``
 and ``whole``, so that a trainer learns in one request what it has to know before it pauses the engine, or lets it
@@ -9,7 +10,8 @@ needs a server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'``, w
 process; a checkpoint directory is loaded whole, beside any backend or none.
 
 Where the server has an API key, ``/update_weights_from_disk`` wants it too; vLLM's own check knows only the prefixes
-of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call it (`torchrl_ext.base.routes.Guard`).
+of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call it
+(`torchrl_ext.base.routes.Guard`).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from torchrl_ext.base.errors import EngineError, EngineRefusedError
 from torchrl_ext.base.messages import Finish, Join, Reset, Start, read
 from torchrl_ext.base.routes import ANSWERS, OPEN_UPDATE, escaped, one_by_one
 from torchrl_ext.base.types import Info
-from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.plugin import agree
 from torchrl_ext.engines.vllm.model import VLLMModel
 from torchrl_ext.sync.engine_worker import EngineWorker, joined, words_of
 

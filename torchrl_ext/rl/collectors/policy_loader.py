@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.landing.loader import Patchable, TensorsLoader, WeightLoader
 from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.loader import Patchable, TensorsLoader, WeightLoader
 from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.source import unwrapped
 

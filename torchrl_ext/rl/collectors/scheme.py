@@ -17,12 +17,11 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_ext.base.errors import ConfigError, NotConnectedError
 from torchrl_ext.base.registry import transports
-from torchrl_ext.base.reports import SyncReport
+from torchrl_ext.base.reports import Log, Logs, SyncReport
 from torchrl_ext.data.transports.base import Transport
 from torchrl_ext.rl.collectors.torchrl_private import is_leaf, shared_policy, source_of
 from torchrl_ext.rl.collectors.trainer_end import CollectorTransport, is_per_worker
 from torchrl_ext.rl.collectors.worker_end import WorkerTransport
-from torchrl_ext.base.reports import Log, Logs
 
 __all__ = ["TransportWeightSyncScheme", "checked_settings"]
 

@@ -17,8 +17,8 @@ from torchrl_ext.base.errors import (
     UpdateError,
     WeightSyncError,
 )
-from torchrl_ext.base.types import Info
 from torchrl_ext.base.reports import Logs, SyncReport
+from torchrl_ext.base.types import Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.links import Link

@@ -10,15 +10,14 @@ from torchrl.collectors import WeightUpdaterBase
 
 from torchrl_ext.base.errors import ConfigError, NotConnectedError
 from torchrl_ext.base.registry import transports
+from torchrl_ext.base.reports import Log, SyncReport
 from torchrl_ext.base.types import dtype_from_name
-from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.discovery import as_engine
 from torchrl_ext.control.http import normalise_urls
 from torchrl_ext.data.transports.base import Transport
 from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.rl.collectors.scheme import checked_settings
-from torchrl_ext.base.reports import Log
 from torchrl_ext.sync.sender import WeightSender
 
 __all__ = ["TransportWeightUpdater"]

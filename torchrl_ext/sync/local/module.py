@@ -27,10 +27,10 @@ from torchrl_ext.base.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, eac
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
-from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.sync.outputs import score
+from torchrl_ext.sync.receiver import WeightReceiver
 
 __all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
 

@@ -25,12 +25,11 @@ from torchrl_ext.base.errors import (
     why,
 )
 from torchrl_ext.base.registry import Make
-from torchrl_ext.base.types import EngineInfo
+from torchrl_ext.base.types import EngineInfo, is_torchrl
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.port import Port
-from torchrl_ext.base.types import is_torchrl
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 __all__ = ["RayPort", "ray_engine"]

@@ -23,8 +23,7 @@ from torchrl_ext.base.errors import DeadlineError, EngineError
 from torchrl_ext.data.transports.base import Handoff, Update
 from torchrl_ext.data.weights.checkpoint import CheckpointSource, companion_files
 from torchrl_ext.engines.rehearsal import changed
-from torchrl_ext.sync.outputs import bound_of, gaps, random_prompts
-from torchrl_ext.sync.outputs import score
+from torchrl_ext.sync.outputs import bound_of, gaps, random_prompts, score
 from torchrl_ext.testing.interrupted import Interrupted
 
 __all__ = ["Outputs", "Subject", "Tensors"]

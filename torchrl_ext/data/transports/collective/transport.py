@@ -20,7 +20,7 @@ from torchrl_ext.data.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.data.transports.group import handoffs
 from torchrl_ext.data.transports.group.backends import choose_backend
 from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Member, Membership, GroupOffer
+from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, GroupOffer, Member, Membership
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import checked

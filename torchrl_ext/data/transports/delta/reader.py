@@ -14,7 +14,7 @@ from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, Wire
 from torchrl_ext.data.deltas.codec import codec_from_json
 from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.transports.base import Arrival, Worker, LandingEnd
+from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker
 from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta.broadcast import Broadcast
 from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation
@@ -28,7 +28,7 @@ from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.versions.store import MemoryStore, Store
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["DeltaReader", "DeltaOffer"]
+__all__ = ["DeltaOffer", "DeltaReader"]
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
 _Taken = TypeVar("_Taken")

@@ -20,7 +20,7 @@ from torchrl_ext.data.deltas.codec import encodings, make_codec
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta.broadcast import KeptTensors, announce
-from torchrl_ext.data.transports.delta.reader import DeltaReader, DeltaOffer
+from torchrl_ext.data.transports.delta.reader import DeltaOffer, DeltaReader
 from torchrl_ext.data.transports.ranks import Steps
 from torchrl_ext.data.transports.shared_root import SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneTransport

@@ -29,7 +29,15 @@ from torchrl_ext.data.transports.group.process_group import Group, Seat, form_gr
 from torchrl_ext.data.transports.links import ranks_text
 
 __all__ = [
-    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Member", "Membership", "Note", "GroupOffer", "enter", "host",
+    "LAST_WORDS_S",
+    "LOOK_S",
+    "STANDALONE_GROUP",
+    "GroupOffer",
+    "Member",
+    "Membership",
+    "Note",
+    "enter",
+    "host",
 ]  # fmt: skip
 
 log = logging.getLogger("torchrl_ext")

@@ -209,7 +209,7 @@ class IPCTransport(StandaloneTransport):
             TransportError: the trainer is on another machine, or has another user or pid namespace.
         """
         offer = IPCOffer.from_json(info, "the offer of an ipc transport")
-        worker = IPCWorker(offer.address, local_devices, here.rank)
+        worker = IPCWorker(offer.address, _local_devices, here.rank)
         try:
             worker.enter(offer.session, within)
         except BaseException:

@@ -1,7 +1,8 @@
 """`NativeTransport` sends full weights to engines without our plugin, by their own broadcasts.
 
-The control layer translates `NativeOffer` and `NativeLoad` to the engines' own routes. In a mixed fleet, an engine with our plugin
-receives with our worker end. Without a control layer both ends are ours, and the collective transport connects them.
+The control layer translates `NativeOffer` and `NativeLoad` to the engines' own routes. In a mixed fleet, an engine with
+our plugin receives with our worker end. Without a control layer both ends are ours, and the collective transport
+connects them.
 
 Both protocols concatenate the bytes of tensors without padding, and the engine reads each tensor as a view of its
 dtype. So a tensor must begin at a multiple of its element size.
@@ -27,7 +28,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker, LandingEnd
+from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective.stream import Incoming
 from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport, broadcast

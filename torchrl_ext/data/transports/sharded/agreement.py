@@ -15,7 +15,7 @@ from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan
 from torchrl_ext.data.transports.sharded.shares import Blocks
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["ShardedLoad", "Needs", "hand_out", "read_plan"]
+__all__ = ["Needs", "ShardedLoad", "hand_out", "read_plan"]
 
 
 class ShardedLoad(GroupLoad, frozen=True, kw_only=True):

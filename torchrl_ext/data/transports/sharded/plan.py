@@ -19,7 +19,7 @@ from torchrl_ext.data.transports.sharded.shares import Blocks, numbers, packed, 
 from torchrl_ext.data.transports.sharded.transfers import Transfers, transfers_of
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["MemberPlan", "Blocks", "Transfer", "TransferPlan", "group_rank", "make_plan"]
+__all__ = ["Blocks", "MemberPlan", "Transfer", "TransferPlan", "group_rank", "make_plan"]
 
 
 def group_rank(rank: Any, workers: int) -> Any:

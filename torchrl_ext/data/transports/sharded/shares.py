@@ -1,4 +1,4 @@
-"""`Blocks`: the blocks of every parameter that one trainer rank holds, or one worker needs; and how structs are sent."""
+"""`Blocks` of every parameter that one trainer rank holds, or one worker needs; and how structs are sent."""
 
 from __future__ import annotations
 

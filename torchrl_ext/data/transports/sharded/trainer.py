@@ -21,7 +21,7 @@ from torchrl_ext.data.transports.group import handoffs
 from torchrl_ext.data.transports.group.meeting import Membership
 from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.ranks import Steps, TrainerRanks
-from torchrl_ext.data.transports.sharded.agreement import ShardedLoad, Needs, hand_out, read_plan
+from torchrl_ext.data.transports.sharded.agreement import Needs, ShardedLoad, hand_out, read_plan
 from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan, group_rank, make_plan
 from torchrl_ext.data.transports.sharded.rounds import RoundSender
 from torchrl_ext.data.transports.sharded.shares import Blocks, packed, unpacked

@@ -14,7 +14,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.transports.base import Handoff, Update, Worker
 from torchrl_ext.data.transports.group.backends import choose_backend
 from torchrl_ext.data.transports.group.handoffs import GroupMailbox
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Membership, GroupOffer
+from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, GroupOffer, Membership
 from torchrl_ext.data.transports.ranks import Steps
 from torchrl_ext.data.transports.sharded.trainer import ShardedTrainer
 from torchrl_ext.data.transports.sharded.worker import ShardedWorker

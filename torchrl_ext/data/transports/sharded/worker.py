@@ -14,7 +14,7 @@ from torchrl_ext.data.transports.copies import BufferPool
 from torchrl_ext.data.transports.group.handoffs import GroupWorker
 from torchrl_ext.data.transports.group.meeting import Membership
 from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.sharded.agreement import ShardedLoad, Needs, read_plan
+from torchrl_ext.data.transports.sharded.agreement import Needs, ShardedLoad, read_plan
 from torchrl_ext.data.transports.sharded.plan import MemberPlan
 from torchrl_ext.data.transports.sharded.rounds import RoundReceiver
 from torchrl_ext.data.transports.sharded.shares import Blocks, packed
