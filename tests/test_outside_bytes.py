@@ -137,7 +137,8 @@ def lands(patches):
 
 
 @pytest.mark.parametrize("encoding", ["indices", "deltas_zstd"])
-def test_a_flush_file_for_a_tensor_that_nobody_could_hold_takes_no_memory(encoding):
+def test_flush_file_for_an_oversized_tensor_takes_no_memory(encoding):
+    """A flush file for a tensor too large for any memory raises an error and takes no memory."""
     data = build_flush([diff(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])], encoding, current_version="7")
     for shape in ((2**31,), (2**40,), (2**31 - 1, 2), (1 << 28,), (2**62, 4)):
         params = {"a.weight": ParamMeta("a.weight", torch.bfloat16, shape)}

@@ -72,7 +72,7 @@ def test_the_blocks_for_ray_run_in_a_cluster(ray_address, urls, checkpoint):
     on_servers("torchrl", checkpoint, urls[0], what="ray")
 
 
-def test_the_blocks_of_the_page_about_sharded_trainers_run_on_two_ranks(urls, checkpoint):
+def test_sharded_trainer_page_runs_on_two_ranks(urls, checkpoint):
     port = free_port()
     with ExitStack() as stack:
         ranks = [stack.enter_context(running_python(RANK, rank, port, checkpoint, urls[0])) for rank in range(2)]
@@ -120,7 +120,8 @@ def test_modules_and_files_that_pages_name_are_there():
     assert not missing
 
 
-def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
+def test_architecture_page_names_existing_functions_for_each_hop():
+    """Each hop of a weight on the architecture page is a function or class in the file that it names."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     hops = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", page)
     assert len(hops) > 15 and len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 16
@@ -142,12 +143,13 @@ def test_readme_has_a_row_for_every_transport():
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == ours
 
 
-def test_every_flag_of_slime_and_vime_says_what_it_does_where_the_page_shows_them():
+def test_every_migration_flag_has_a_help_text():
+    """The migration page lists the flags of slime and vime, and each flag has a help text."""
     assert "```{config-fields} flags\n" in (ROOT / "docs" / "migrate.md").read_text()
     assert all(option.metadata["help"] for option in dataclasses.fields(WeightUpdateConfig))
 
 
-def test_the_page_of_the_command_line_has_each_command_and_examples_that_parse():
+def test_cli_page_has_each_command_and_examples_that_parse():
     page = (ROOT / "docs" / "cli.md").read_text()
     assert re.findall(r"^```{cli-command} (\w+)$", page, re.MULTILINE) == list(COMMANDS)
     examples = re.findall(r"`torchrl-ext (?!--)([^`]+)`", page)
@@ -168,7 +170,7 @@ def test_the_page_of_troubleshooting_has_every_error_class():
     ]
 
 
-def test_every_message_of_the_page_of_troubleshooting_is_in_the_source():
+def test_troubleshooting_page_quotes_only_messages_of_the_source():
     """An f-string counts as its text with three dots for each value, so that dots of the page match them, too."""
     messages = set()
     for path in (ROOT / "torchrl_ext").rglob("*.py"):

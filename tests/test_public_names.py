@@ -87,7 +87,8 @@ def test_transports_and_engines_are_listed_read_only():
             names["mine"] = ""
 
 
-def test_the_function_called_transports_survives_the_package_of_that_name():
+def test_transports_function_survives_submodule_import():
+    """tx.transports stays the function after the package torchrl_ext.data.transports is imported."""
     python(
         "import torchrl_ext as tx; before = dict(tx.transports())\n"
         "import torchrl_ext.data.transports.disk\n"

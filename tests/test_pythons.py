@@ -77,7 +77,8 @@ def interpreter(version):
     return None
 
 
-def test_the_oldest_python_that_is_promised_is_the_first_of_those_tried():
+def test_oldest_promised_python_agrees_with_the_settings():
+    """The oldest Python tried here is the one that setup.py, the linter and mypy are set to."""
     assert f'python_requires=">={PROMISED[0]}"' in (ROOT / "setup.py").read_text()
     settings = (ROOT / "pyproject.toml").read_text()
     assert re.search(r'^target-version = "py310"$', settings, re.MULTILINE)
@@ -101,7 +102,7 @@ EXTRAS = [
 """Packages that an engine's environment may lack, and those that only extras bring."""
 
 
-def test_an_installation_without_extras_imports_every_module_that_needs_none():
+def test_bare_installation_imports_modules_that_need_no_extra():
     done = subprocess.run(
         [sys.executable, "-m", "tests.bare", *EXTRAS], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
     )

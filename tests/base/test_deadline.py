@@ -17,7 +17,8 @@ def test_a_wait_that_gets_what_it_asks_for_ends_with_it():
     assert Deadline(WAIT_S).poll(lambda: next(answers), shortest_s=0.001) == "found"
 
 
-def test_the_last_look_is_at_the_deadline_and_the_error_names_the_party():
+def test_last_look_is_at_the_deadline_and_error_names_party():
+    """The last look is at the deadline, and the error names the party that did not answer."""
     looks = []
     with pytest.raises(DeadlineError, match=r"worker 3 \(pid 17\) did not answer within 0\.05 s"):
         Deadline(0.05, "worker 3 (pid 17)").poll(lambda: looks.append(1), shortest_s=0.01)
@@ -81,7 +82,9 @@ class TestBeside:
             done.append("block")
         assert sorted(done) == ["block", "call"] and not within.stop.is_set()
 
-    def test_a_call_that_fails_ends_the_waits_of_the_block_and_its_error_is_raised(self):
+    def test_failed_call_ends_waits_of_the_block_and_is_raised(self):
+        """A call that fails ends the waits of the block, and the call's error is raised."""
+
         def call(early):
             raise ValueError("the engine refused")
 
@@ -90,14 +93,16 @@ class TestBeside:
             within.poll(lambda: None, "no worker came")
         assert "no worker came" in str(met.value.__cause__)
 
-    def test_a_block_that_fails_ends_the_waits_of_the_call_whose_error_is_chained(self):
+    def test_failed_block_ends_waits_of_the_call_and_chains_error(self):
+        """A block that fails ends the waits of the call, whose error is chained to the block's."""
         within = Deadline(LONG_S)
         load = lambda early: within.poll(lambda: None, "the load did not end")  # noqa: E731
         with pytest.raises(OSError, match="disk full") as met, beside(load, within):
             raise OSError("disk full") from ConnectionError("reset")
         assert str(met.value.__cause__) == "reset" and "the load did not end" in str(met.value.__cause__.__cause__)
 
-    def test_an_error_of_the_block_is_the_cause_even_if_the_call_heard_of_it_first(self):
+    def test_block_error_is_raised_although_the_call_failed_first(self):
+        """The block's error is raised, with the call's as its cause, although the call heard of it first."""
         heard = threading.Event()
 
         def call(early):

@@ -87,7 +87,7 @@ LOAD, JOIN = Load(version=7, handoff={}), Join(transport="disk", params=PARAMS, 
 REHEARSE, PREFETCH = messages.Rehearse(), Prefetch(version=7)
 
 
-def test_paths_in_the_words_of_a_worker_get_past_the_server_of_vllm():
+def test_paths_in_worker_errors_survive_vllms_sanitizer():
     """`vllm.entrypoints.serve.exception_handling.utils.sanitize_message` (0.32)."""
 
     def sanitised(words):
@@ -168,7 +168,7 @@ def damaged(draw):
 
 
 @given(damaged())
-def test_damaged_json_is_a_message_or_a_config_error_of_readable_length(value):
+def test_damaged_json_is_a_message_or_a_short_config_error(value):
     try:
         assert read(value).kind == value["kind"]
     except ConfigError as error:
@@ -234,7 +234,8 @@ class Lazy(types.ModuleType):
         raise ModuleNotFoundError(name)
 
 
-def test_messages_are_pickled_by_what_they_say_and_ask_no_module_for_a_name(monkeypatch):
+def test_messages_are_pickled_without_a_search_of_modules(monkeypatch):
+    """Messages are pickled by their content, and pickle looks up no name in any module."""
     monkeypatch.setattr(sys, "modules", {"lazy_module": Lazy("lazy_module"), **sys.modules})
     for message in (Start(connection="a"), Load(version=1, handoff={"path": "/a"}), Inspect()):
         assert pickle.loads(pickle.dumps(message)) == message
@@ -293,5 +294,6 @@ def read_a_new_struct_in_a_child():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_child_reads_structs_though_its_parent_described_one_when_it_forked():
+def test_forked_child_reads_structs_despite_the_parents_lock():
+    """A child reads a new struct even if its parent was describing a struct when it forked."""
     python(calling(read_a_new_struct_in_a_child))

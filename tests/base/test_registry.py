@@ -34,7 +34,8 @@ def registry():
 
 
 @pytest.mark.parametrize("settings", [{}, {"size": 1, "weight": 2}, {"colour": "blue"}])
-def test_settings_that_a_class_does_not_take_are_a_config_error_that_names_those_it_takes(registry, settings):
+def test_unknown_settings_are_a_config_error_naming_known_ones(registry, settings):
+    """Settings that a class does not take raise a ConfigError that names the settings it takes."""
     with pytest.raises(ConfigError, match=r"box 'strict' does not take these settings.*Expected: some of size, colour"):
         registry.make("strict", **settings)
 
@@ -46,7 +47,8 @@ def test_a_constructors_own_error_is_its_own(registry):
     assert registry.make("strict", size=3).area == 9
 
 
-def test_words_of_other_projects_stand_for_a_name_and_are_not_listed():
+def test_aliases_of_other_projects_load_and_are_not_listed():
+    """An alias loads the class of its name, and the list of names has no alias."""
     for word, name in (("nccl", "collective"), ("broadcast", "collective"), ("cuda_ipc", "ipc")):
         assert transports.load(word) is transports.load(name) and word not in transports.names()
     with pytest.raises(ConfigError, match=r"no transport called 'postcard'.*Next: register it, or install"):
@@ -69,7 +71,7 @@ def site(tmp_path, monkeypatch):
     return site
 
 
-def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_path):
+def test_transport_of_another_package_reaches_an_engine_by_name(site, tmp_path):
     ours = Registry("transport", group="torchrl_ext.transports")  # as that of a process which begins now
     ours.register("disk", "torchrl_ext.data.transports.disk:DiskTransport", "files")
     transport = ours.make("pigeon", root=tmp_path / "updates")
@@ -85,7 +87,8 @@ def test_a_transport_of_another_package_reaches_an_engine_by_its_name(site, tmp_
 
 
 @pytest.mark.parametrize("module", ["birds:DodoTransport", "nowhere:Transport", "that_raises:Transport", "birds"])
-def test_a_transport_whose_class_cannot_be_had_is_named_and_the_others_are_followed(site, monkeypatch, module):
+def test_transport_that_cannot_be_imported_is_named(site, monkeypatch, module):
+    """A transport that cannot be imported is named in the error, and engines follow the other transports."""
     (site / "that_raises.py").write_text("raise RuntimeError('no licence')")
     ours = Registry("transport")
     ours.register("lost", module, "of package birds")
@@ -109,7 +112,8 @@ def test_a_package_whose_files_are_damaged_hides_no_other(site, file, caplog):
     assert "transports of one package are left out: 'utf-8' codec" in record.getMessage()
 
 
-def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():
+def test_engine_does_not_list_a_transport_of_the_trainer():
+    """A transport that is registered in the trainer alone is not among an engine's transports."""
     transports.register("here alone", "tests.base.test_registry:Strict", "of this process")
     try:
         with running() as server:

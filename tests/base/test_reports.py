@@ -109,7 +109,7 @@ def test_a_plot_has_a_row_per_phase_from_its_start_to_its_end():
     assert report().plot(axes) is axes
 
 
-def test_a_history_has_bytes_and_pauses_over_versions_and_marks_failures():
+def test_plot_history_shows_bytes_and_pauses_and_marks_failures():
     reports = [report(1, bytes=500), report(2, error="no space"), report(3)]
     above, below = SyncReport.plot_history(reports)
     sent, marked = above.lines

@@ -35,7 +35,8 @@ def test_a_benchmark_runs(name, capsys):
     assert any(value not in ("", "0") for _, value in figures(json.loads(capsys.readouterr().out)))
 
 
-def test_benchmarks_of_this_folder_are_tried_here_or_need_an_engine():
+def test_every_benchmark_without_an_engine_is_run_here():
+    """Every benchmark of this folder runs in these tests, except the one that needs an engine."""
     assert SUBJECTS.keys() - SMALLEST.keys() == {"landing"}
 
 
@@ -49,7 +50,8 @@ def test_transports_are_compared_with_their_references(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("torchrl-ext-bench-*"))
 
 
-def test_rounds_run_every_way_and_begin_with_another_one_each_time():
+def test_rounds_run_every_way_in_alternating_order():
+    """Every round runs every way, and begins with another way than the round before."""
     order = []
     taken = rounds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b", "b", "a", "a", "b"]
@@ -65,7 +67,8 @@ def test_the_command_refuses_a_size_that_it_does_not_know():
     assert cli(["bench", "delta", "--size", "huge"]) == 2
 
 
-def test_the_command_prints_one_document_of_encodings_beside_others(capsys):
+def test_bench_delta_command_prints_encodings_as_json(capsys):
+    """The command prints one JSON document that compares our encodings with others."""
     assert cli(["bench", "delta", "--size", "tiny", "--density", "0.03", "--repeats", "1", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["3.0%"]
     assert row["density"] == pytest.approx(0.03, rel=0.2) and row["bits_per_changed"]["int32 + bf16"] == 48
@@ -84,7 +87,9 @@ def test_the_layout_of_pulse_is_weighed_and_gives_every_bit_back():
         assert_lossless(pair, payload)
 
 
-def test_a_part_that_fails_is_a_row_with_its_error_and_the_document_is_written(tmp_path, monkeypatch):
+def test_failed_benchmark_part_is_a_row_with_its_error(tmp_path, monkeypatch):
+    """A part that fails becomes a row with its error, and the document is still written."""
+
     def fails(*_):
         raise OSError("no room")
 
@@ -97,13 +102,14 @@ def test_a_part_that_fails_is_a_row_with_its_error_and_the_document_is_written(t
 
 
 @pytest.mark.engine
-def test_a_way_into_a_real_engine_is_measured_from_outside_and_the_engine_serves_what_it_was_sent():
+def test_disk_update_of_a_real_vllm_is_measured_from_outside():
+    """A disk update of a real vLLM is timed from outside, and the weights sent land in place."""
     (row,) = peers.measure(size="small", repeats=2, part=["vllm"], only="disk")["rows"]
     assert row["name"] == "disk" and row["proof"] == "in place", row
     assert 0 <= row["pause_s"] < row["total_s"] + 1 and row["bytes"] > 1e6
 
 
-def test_the_page_of_benchmarks_and_its_plots_are_what_the_document_gives():
+def test_benchmarks_page_and_plots_match_the_document():
     docs = Path(__file__).parents[2] / "docs"
     drawn, document = (
         runpy.run_path(str(docs / "draw_benchmarks.py")),

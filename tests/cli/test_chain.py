@@ -80,7 +80,8 @@ class TestOnACheckpoint:
         trainer.shutdown()
         return root, base
 
-    def test_verify_checks_everything_with_the_base_and_calls_nothing_damaged_without(self, based, capsys):
+    def test_verify_without_base_reports_unchecked_versions(self, based, capsys):
+        """With --base, verify checks all versions; without it, versions are unchecked and not damaged."""
         root, base = based
         found = asked(capsys, "verify", root, "--base", base)
         assert [row["ok"] for row in found["versions"]] == [True] * 4

@@ -160,7 +160,8 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(capsys):
     ],
     ids=["vllm", "sglang"],
 )
-def test_how_an_engine_without_our_plugin_follows_and_what_it_lacks_is_said(info, follows, missing, capsys):
+def test_doctor_shows_transports_of_an_engine_without_the_plugin(info, follows, missing, capsys):
+    """The doctor lists the transports of an engine without our plugin, and the routes that it lacks."""
     with running(get_server_info=(200, info)) as server:
         server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
         found = examined(capsys, server.url, "--transport", follows.rpartition(", ")[2], status=1)
@@ -171,7 +172,7 @@ def test_how_an_engine_without_our_plugin_follows_and_what_it_lacks_is_said(info
     assert "/weights_checker" not in finding(found, "routes", "failure")["found"]
 
 
-def test_a_checkpoint_of_another_model_or_dtype_than_the_engines_is_found(checkpoint, tmp_path, capsys):
+def test_doctor_finds_a_checkpoint_of_another_model_or_dtype(checkpoint, tmp_path, capsys):
     other = tiny_checkpoint(tmp_path / "other", hidden_size=64)
     with running(get_server_info=(200, EMBEDDED | {"model": str(other), "dtype": "bfloat16"})) as server:
         told = examined(capsys, server.url, "--model", checkpoint, status=1)
@@ -191,7 +192,7 @@ def test_an_address_that_cannot_be_is_explained(capsys):
     assert "[::1]:8000" in row["remedy"]
 
 
-def test_nobody_there_and_silence_are_failures_within_the_deadline(capsys):
+def test_doctor_fails_in_time_for_a_silent_or_absent_server(capsys):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         told = examined(capsys, f"127.0.0.1:{silent.getsockname()[1]}", "--timeout-s", "0.5", status=1)
         assert re.search(r"within 0\.\d+ s", finding(told, "reachable")["found"])  # what was left of it by then
@@ -218,7 +219,8 @@ def test_options_of_the_job_name_transport_root_and_engines(engine, tmp_path, ca
     finding(told, "shared root", "ok", engine.url)
 
 
-def test_options_of_the_job_take_the_wire_of_engines_without_our_plugin(capsys):
+def test_job_options_pick_the_transport_of_plain_engines(capsys):
+    """The job's options select the native transport of engines without our plugin, or fail without one."""
     full = ("--update-weight-mode", "full")
     with running(get_server_info=(200, SGLANG)) as server:
         server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
@@ -245,7 +247,7 @@ def test_a_person_gets_lines_that_are_never_cut(engine, tmp_path, capsys):
     assert main(["doctor", engine.url, "--pigeon"]) == 2 and "--pigeon" in capsys.readouterr().err
 
 
-def test_the_page_about_operations_names_the_checks_that_there_are():
+def test_operations_page_names_every_doctor_check():
     checks, _, rest = (ROOT / "docs" / "operations.md").read_text().partition("## Deployment checklist")
     lines = rest.partition("\n## ")[0]
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]

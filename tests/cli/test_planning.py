@@ -40,7 +40,7 @@ ON_PATH = {"group": False, "shared_path": "/shared"}
         ("external", {"parameters": 4 * 10**9, "network_bytes_s": 1e8, "interval_s": 1.0}, "delta", DELTA | NCCL),
     ],
 )
-def test_each_goal_of_the_guides_gets_an_entry_point_that_can_be_built(row, facts, chosen, options, tmp_path):
+def test_each_goal_of_the_guides_gets_a_working_entry_point(row, facts, chosen, options, tmp_path):
     facts = {name: str(tmp_path) if value == "/shared" else value for name, value in facts.items()}
     plan = tx.recommend(**facts)
     assert plan.answers[row] is DECISIONS[row]
@@ -56,7 +56,8 @@ def test_each_goal_of_the_guides_gets_an_entry_point_that_can_be_built(row, fact
         transport.shutdown()
 
 
-def test_the_table_has_the_eight_goals_of_the_guides_and_one_of_ours():
+def test_decision_table_has_nine_goals():
+    """The table has the eight goals of the guides and one more, with options that exist."""
     points = [decision.entry_point for decision in DECISIONS.values()]
     assert len(points) == 9
     assert sum("update_weight_mode" in point for point in points) == 5
@@ -96,7 +97,8 @@ def test_the_command_refuses_numbers_that_cannot_be(capsys):
         assert words in json.loads(capsys.readouterr().out)["error"]
 
 
-def test_the_command_shows_a_page_with_reasons_or_prints_one_document(capsys):
+def test_plan_command_prints_page_or_json(capsys):
+    """The plan command prints a page with reasons, or one JSON document with --json."""
     argv = ["plan", "--parameters", "30B", "--no-group", "--shared-path", "/shared"]
     assert main(argv) == 0
     page = capsys.readouterr().out

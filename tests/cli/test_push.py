@@ -86,7 +86,8 @@ def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start
     assert says(engines[0], 8) == greedy(tiny_model(1), PROMPT, 8)
 
 
-def test_a_delta_carries_what_changed_against_what_the_engines_run(fresh, start, tmp_path, capsys):
+def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_path, capsys):
+    """A delta carries only what changed against the weights that the engines run."""
     step, second = tmp_path / "step", tmp_path / "second"
     for source, target in ((start, step), (step, second)):
         shutil.copytree(source, target)
@@ -100,14 +101,15 @@ def test_a_delta_carries_what_changed_against_what_the_engines_run(fresh, start,
     assert told["density"] < 1e-4 and holds(fresh, second) and told["encoding"] == "deltas"
 
 
-def test_a_delta_against_something_else_is_refused_while_the_engine_serves(fresh, start, other, capsys):
+def test_delta_push_against_another_base_is_refused(fresh, start, other, capsys):
+    """A delta against another base is refused, and the engine serves its weights on."""
     before = says(fresh)
     told = pushed(capsys, start, [fresh], "--transport", "delta", "--base", other, status=3)
     assert not told["pushed"] and told["report"]["engines"][0]["state"] == "serving"
     assert says(fresh) == before and holds(fresh, start)
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_the_pause(fresh, start, tmp_path, capsys):
+def test_checkpoint_of_another_model_is_refused_before_pause(fresh, start, tmp_path, capsys):
     strange = tiny_checkpoint(tmp_path / "strange", hidden_size=64)
     told = pushed(capsys, strange, [fresh], status=3)
     assert told["type"] == "UpdateError" and "lm_head.weight" in told["error"]
@@ -146,7 +148,8 @@ def test_engines_elsewhere_need_a_root(start, capsys):
         assert "/m" in told["error"] and "--base" in told["error"]
 
 
-def test_engines_of_two_makes_are_refused_before_any_of_them_joins_a_broadcast_of_its_own(start, capsys):
+def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
+    """vLLM and SGLang together are refused before an engine joins a broadcast group."""
     with FakeEngine("stock-vllm") as vllm, FakeEngine("stock-sglang") as sglang:
         told = _failed(capsys, start, sglang.url, vllm.url, "--transport", "native", "--timeout-s", "5")
         assert told["type"] == "ConfigError" and "sglang and vllm share no broadcast" in told["error"]
@@ -167,7 +170,8 @@ def _failed(capsys, directory, *argv, status=2):
         ("--engines 127.0.0.1:9 dir --dtype float99", "'float99'"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_before_anything_is_opened(argv, word, capsys):
+def test_settings_that_contradict_are_refused_at_once(argv, word, capsys):
+    """Wrong settings are a ConfigError that names the option, before files or engines are opened."""
     assert main(["push", *argv.split(), "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
     assert told["type"] == "ConfigError" and word in told["error"]

@@ -21,7 +21,8 @@ def engine(tmp_path_factory):
         yield server
 
 
-def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleeps(engine, tmp_path):
+def test_watch_follows_a_trainer_and_an_engine_that_sleeps(engine, tmp_path):
+    """Watch shows a trainer's versions and the states of engines: asleep, paused or unreachable."""
     absent = f"127.0.0.1:{free_port()}"
     seen = looks([engine.url, absent, str(tmp_path)], 0.05)
     (first, gone), (root,) = next(seen)

@@ -21,7 +21,8 @@ STOCK_VLLM = EngineInfo(url="http://v:1", kind="vllm", transports=("disk", "nati
 FILES_ALONE = EngineInfo(url="http://f:1", kind="sglang", transports=("disk",))
 
 
-def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
+def test_full_update_uses_native_broadcast_without_plugin():
+    """With an engine that lacks the plugin, a full update uses the engine's native broadcast."""
     config = WeightUpdateConfig()
     assert isinstance(config.make_transport([PLUGGED]), tx.VLLMCollectiveTransport)
     for engines in ([STOCK_SGLANG], [PLUGGED, STOCK_SGLANG]):
@@ -31,7 +32,8 @@ def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
     assert config.make_transport([STOCK_VLLM], backend="gloo").make == "vllm"
 
 
-def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
+def test_engines_without_common_broadcast_are_refused():
+    """The error names the engines and both remedies: the plugin and the disk transport."""
     for engines, named in (
         ([PLUGGED, FILES_ALONE], "http://f:1 has no broadcast of its own"),
         ([STOCK_SGLANG, STOCK_VLLM], "engines of sglang and vllm share none"),
@@ -90,7 +92,8 @@ def test_options_are_settings_of_a_transport_under_other_names(options, name, se
     assert (chosen.name, chosen.settings) == (name, settings)
 
 
-def test_a_transport_is_made_with_every_encoding_and_with_further_settings_of_its_own(tmp_path):
+def test_make_transport_takes_each_encoding_and_extra_settings(tmp_path):
+    """A delta transport is made with each encoding and a timeout, and an unknown setting is refused."""
     options = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
     for encoding in tx.DeltaTransport.encodings():
         config = WeightUpdateConfig(update_weight_mode="delta", update_weight_encoding=encoding, **options)
@@ -101,7 +104,8 @@ def test_a_transport_is_made_with_every_encoding_and_with_further_settings_of_it
             config.make_transport(colour="red")
 
 
-def test_of_two_names_for_an_option_one_is_given_or_both_the_same():
+def test_two_option_names_with_different_values_are_refused():
+    """An option with two names takes either name, or both names with the same value."""
     own, other = "vllm_router_port", "sglang_router_port"
     for given in ({own: 2}, {other: 2}, {own: 2, other: 2}):
         assert WeightUpdateConfig(vllm_router_ip="h", **given).vllm_router_port == 2
@@ -126,7 +130,7 @@ def test_flags_have_the_same_names():
 
 
 @pytest.mark.engine
-def test_external_engines_are_registered_with_the_router_of_the_options(tmp_path):
+def test_external_engines_are_registered_with_given_router(tmp_path):
     with (
         EmbeddedServer(tiny_checkpoint(tmp_path), threads=1) as engine,
         RouterProcess(**settings_for_router("vllm")) as router,
@@ -156,7 +160,8 @@ TWO = f"vllm: [{{name: a, model_path: /nowhere, {GROUP}}}, {{name: b, model_path
         (ONE, {"vllm_config": None}, "/nowhere"),  # as far as the start
     ],
 )
-def test_engines_that_cannot_be_reached_or_started_are_refused_with_the_reason(tmp_path, yaml, options, reason):
+def test_unreachable_or_unstartable_engines_are_refused(tmp_path, yaml, options, reason):
+    """make_serving names the reason when engines cannot be reached or started."""
     if yaml:
         (tmp_path / "engines.yaml").write_text(yaml)
         options |= {"vllm_config": str(tmp_path / "engines.yaml")}

@@ -73,7 +73,7 @@ def test_pauses_and_sleeps_reach_vllm_as_it_reads_them(server, client):
     assert sent(server, "wake_up") == [({"tags": "weights"}, None)]
 
 
-def test_the_steps_of_an_update_reach_the_server_as_they_are_given(server, client):
+def test_weight_update_steps_reach_the_server_unchanged(server, client):
     there = pickle.loads(pickle.dumps(client))
     assert (there.proxy_url, there.server_urls) == (client.proxy_url, client.server_urls)
     there.run(there.start_weight_update())
@@ -112,7 +112,8 @@ def test_a_sample_is_one_prompt_continued_several_times(server, client):
     assert sent_body["sampling_params"]["stop"] == ["x"] and sent_body["sampling_params"]["stop_token_ids"] == [5]
 
 
-def test_chats_and_completions_go_by_the_router_as_they_are_given(server):
+def test_chats_and_completions_pass_the_router_unchanged(server):
+    """Chats and completions go through the router unchanged, and its refusals raise errors."""
     client, whole = made(server, model_name="policy"), {"choices": [{"finish_reason": "abort"}]}
     for route, call in (
         ("v1/chat/completions", client.chat_completion),
@@ -129,7 +130,7 @@ def test_chats_and_completions_go_by_the_router_as_they_are_given(server):
     client.close()
 
 
-def test_input_that_cannot_work_is_refused_before_anything_is_sent(server, client):
+def test_invalid_input_or_settings_are_refused_before_a_request(server, client):
     for bad, words in (
         ({"prompts": ["text"]}, "no prompt_token_ids"),
         ({"prompt_token_ids": [[]]}, "prompt 0 has no token"),
@@ -149,7 +150,8 @@ def test_input_that_cannot_work_is_refused_before_anything_is_sent(server, clien
     assert not server.calls
 
 
-def test_a_client_of_a_routing_asks_its_router_and_controls_its_engines():
+def test_client_of_a_routing_takes_its_router_and_engines():
+    """A client made of a routing sends requests to its router and controls its engines."""
     engines = [EngineInfo(url=f"http://{name}:1", kind="sglang") for name in "ab"]
     found = RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=engines, api_key="key"), timeout_s=5)
     assert (found.proxy_url, found.server_urls, found.kind) == ("http://r:1", ("http://a:1", "http://b:1"), "sglang")
@@ -158,7 +160,7 @@ def test_a_client_of_a_routing_asks_its_router_and_controls_its_engines():
         RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=[], api_key=None))
 
 
-def test_a_tokenizer_takes_the_place_of_the_engines_routes_for_text(server):
+def test_own_tokenizer_replaces_the_engines_tokenize_routes(server):
     tokenizer = tiny_tokenizer()
     client = made(server, tokenizer=tokenizer)
     ids = tokenizer("the trainer", add_special_tokens=False)["input_ids"]

@@ -42,7 +42,8 @@ def joined(header: dict, rest: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + rest
 
 
-def test_indices_are_int32_and_byte_for_byte_where_the_format_says():
+def test_index_file_is_int32_and_matches_the_slime_layout():
+    """A file of indices has int32 positions, values, metadata and checksum as slime's format defines them."""
     data = build_flush(PATCHES, "indices", current_version="7")
     tensors, (header, _) = load(data), header_of(data)
     metadata = header["__metadata__"]
@@ -61,7 +62,8 @@ def test_indices_are_int32_and_byte_for_byte_where_the_format_says():
     assert (metadata["current_version"], metadata["encoding"]) == ("7", "indices")
 
 
-def test_deltas_take_two_bytes_per_position_until_a_gap_needs_four_and_may_lie_in_one_frame():
+def test_delta_positions_take_four_bytes_only_for_large_gaps():
+    """Deltas take two bytes per position, four where a gap needs them, and may lie in one zstd frame."""
     plain, packed = (build_flush(PATCHES, name, current_version="7") for name in ("deltas", "deltas_zstd"))
     assert packed[:4] == b"\x28\xb5\x2f\xfd"
     for data in (plain, zstandard.ZstdDecompressor().decompress(packed)):
@@ -92,7 +94,8 @@ def test_a_file_whose_writer_widened_mixed_dtypes_is_refused():
         parse_flush(joined(header, rest), "f", {"c": ParamMeta("c", torch.bfloat16, (3,))})
 
 
-def test_buckets_hold_one_dtype_and_let_go_before_they_grow_too_large():
+def test_flush_buckets_hold_one_dtype_and_a_bounded_size():
+    """A bucket holds patches of one dtype and is flushed before it exceeds the buffer size."""
     other = ParamMeta("h", torch.float16, (100,))
     halves = [SparsePatch(other, np.arange(10, dtype=np.int32), np.zeros(10, np.uint16))] * 2
     large = patch(A, list(range(1000)), [1.0] * 1000)
@@ -158,7 +161,7 @@ def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
 
 
 @pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "morse"}]], ids=str)
-def test_a_manifest_that_names_no_encoding_of_its_files_is_refused(tmp_path, codecs):
+def test_manifest_without_a_known_file_encoding_is_refused(tmp_path, codecs):
     published(tmp_path, 2, encoding="deltas", keyframe_every=0)
     rewrite(folder(tmp_path, 2) / "manifest.json", lambda document: document.update(codecs=codecs))
     with pytest.raises(ManifestError, match=r"does not describe a codec|unknown encoding|weight_v000002 is coded as"):

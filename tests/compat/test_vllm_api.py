@@ -43,7 +43,8 @@ def served(fake, step):
 
 
 @pytest.mark.parametrize("client", [Client, TRLs, FanOut])
-def test_a_server_follows_through_a_client_of_others_and_only_its_owner_pauses(client, tmp_path):
+def test_server_follows_through_foreign_client_and_owner_pauses(client, tmp_path):
+    """A vLLM server follows through a foreign client, and only the client's owner pauses it."""
     tensors = weights(1)
     with FakeEngine("vllm") as fake:
         fake.unrehearsed = True
@@ -84,7 +85,8 @@ def test_a_source_yields_what_it_declares_and_its_rank_holds():
 
 
 class TestSeveral:
-    def test_each_server_proves_itself_though_the_client_hands_on_one_answer(self, tmp_path):
+    def test_each_server_behind_one_client_proves_its_update(self, tmp_path):
+        """Each server rehearses and reports its failure even though the client returns one answer."""
         tensors = weights(1)
         with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
             client = FanOut(one.url, other.url)
@@ -103,7 +105,8 @@ class TestSeveral:
             assert engine.send_weights().verified and served(one, 2) and served(other, 2)
             assert not one.wrongs and not other.wrongs
 
-    def test_a_second_server_that_lacks_the_backend_or_fails_a_rehearsal_is_not_hidden_by_the_first(self, tmp_path):
+    def test_failure_of_second_server_is_not_hidden_by_first(self, tmp_path):
+        """A second server that lacks the backend or refuses to rehearse raises, though the first is fine."""
         refused = pytest.raises(EngineRefusedError, match=r"Invalid init_info.*--weight-transfer-config")
         with FakeEngine("vllm") as one, FakeEngine("stock-vllm") as other, refused:
             trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)
@@ -149,7 +152,9 @@ class TestFailures:
         with pytest.raises(ConfigError, match="declares no weights"):
             trainer(Mute("http://engine"), None, tmp_path)
 
-    def test_a_source_that_raises_changes_nothing_and_the_next_update_arrives(self, tmp_path):
+    def test_failing_source_changes_nothing_and_next_update_arrives(self, tmp_path):
+        """A source that raises leaves the served weights as they were, and the next update arrives."""
+
         class Failing(Declared):
             fails = False
 

@@ -51,7 +51,8 @@ def refused(server, timeout_s=10.0):
     return str(caught.value)
 
 
-def test_the_second_route_is_asked_when_the_first_does_not_help_and_one_error_has_the_answers_of_both():
+def test_discovery_tries_the_second_route_when_the_first_fails():
+    """Discovery asks the second route when the first does not help, and reports why both failed."""
     for first in ((404, {}), (200, b"<html>a proxy</html>"), (200, [1, 2]), (200, {"hello": "world"})):
         with scripted({"/server_info": first, "/get_server_info": (200, FLAT)}) as server:
             (info,) = tx.discover(server.url)
@@ -86,7 +87,8 @@ def test_what_is_no_engines_answer_is_refused_by_name(answer):
         assert server.url in text and "/get_server_info answered 404" in text
 
 
-def test_strange_facts_beside_a_good_description_are_refused_or_left_out():
+def test_strange_world_size_is_refused_or_left_out():
+    """Discovery refuses an absurd world size, and leaves out unreadable world sizes and weight versions."""
     with FakeEngine("vllm") as fake:
         fake.answers["GET /get_world_size"] = {"world_size": 10**9}
         with pytest.raises(EngineRefusedError, match="world_size is '1000000000'"):
@@ -96,7 +98,8 @@ def test_strange_facts_beside_a_good_description_are_refused_or_left_out():
         assert (info.world_size, info.weight_version) == (1, "")
 
 
-def test_all_questions_to_all_engines_have_one_deadline_and_the_error_names_who_was_late():
+def test_discovery_of_all_engines_has_one_deadline():
+    """All requests of a discovery share one deadline, and the error names the late engine and its route."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         scripted({"/server_info": (200, drip)}) as slow,
@@ -117,7 +120,8 @@ def dead(count):
 
 
 @pytest.mark.parametrize("ask", [tx.discover, tx.connect])
-def test_every_address_that_fails_is_in_the_one_error_without_those_of_other_libraries(ask):
+def test_one_error_lists_every_address_that_failed(ask):
+    """One error lists the addresses of all engines that failed, without errors of the HTTP library."""
     gone = dead(2)
     with FakeEngine("vllm") as well, scripted({"/server_info": (200, {})}) as strange:
         with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines did not describe themselves") as caught:
@@ -143,7 +147,8 @@ def test_sglangs_server_info_alone_is_enough(absent):
 
 
 @pytest.mark.parametrize("status", [401, 403, 500, 503])
-def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_everybody(status):
+def test_sglang_server_with_closed_control_routes_is_described(status):
+    """Discovery describes an SGLang server that refuses its control routes, and `connect` refuses it."""
     with scripted({"/server_info": (200, SGLANG)}) as server:
         for route in ("/model_info", "/weights_checker"):
             server.script[route] = (status, {"error": "not for you"})
@@ -156,7 +161,8 @@ def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_eve
         engine.close()
 
 
-def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engine():
+def test_error_names_a_refused_api_key_or_absent_routes():
+    """Discovery reports a refused API key or absent routes, and never that the server is no engine."""
     for status, words in (
         (401, "requires an API key"),
         (403, "requires an API key"),
@@ -177,7 +183,7 @@ def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engi
     st.sampled_from(["prefill", "decode", "regular"]),
     st.integers(1, 65535) | st.none(),
 )
-def test_an_engine_that_prefills_says_at_which_port_it_meets_those_that_decode(kind, role, port):
+def test_only_prefill_engines_of_sglang_have_a_bootstrap_port(kind, role, port):
     if kind == "vllm":
         named = {"prefill": "kv_producer", "decode": "kv_consumer", "regular": "kv_both"}[role]
         config = {**CONFIG, "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": named}}

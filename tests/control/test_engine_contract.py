@@ -181,7 +181,8 @@ def test_an_answer_never_comes(port, step, trainers):
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_an_engine_that_others_paused_stays_paused_where_an_update_does_not_start(port, trainers):
+def test_engine_paused_by_others_stays_paused_if_start_fails(port, trainers):
+    """An engine that another client paused stays paused when an update fails to start."""
     with running(port) as fake:
         heal(fake, trainers[0])
         engine = client(fake)
@@ -196,7 +197,8 @@ def test_an_engine_that_others_paused_stays_paused_where_an_update_does_not_star
 
 
 @pytest.mark.parametrize("port", ["vllm", "embedded", "sglang"])
-def test_neither_a_pause_that_fails_nor_a_resume_serves_a_part_of_anothers_version(port, trainers):
+def test_partial_version_of_a_rival_sender_is_never_served(port, trainers):
+    """Neither a failed pause nor a resume makes an engine serve a part of another sender's version."""
     with running(port) as fake:
         heal(fake, trainers[0])
         rival = trainers[1].steps(client(fake), RIVAL)
@@ -249,7 +251,7 @@ def test_settings_that_cannot_work_are_refused(kind, settings, words):
         tx.make_engine(kind, **where, **settings)
 
 
-def test_engines_that_decode_serve_again_after_those_that_prefill(trainers):
+def test_decode_engines_resume_after_prefill_engines(trainers):
     """Else they could take keys and values of the old weights from them."""
     with running("sglang") as decode, running("sglang") as prefill:
         order = []
@@ -319,7 +321,8 @@ def test_another_engine_that_resumes_did_not_take_the_version(port, trainers):
 
 
 @pytest.mark.parametrize("port", RESUME)
-def test_a_row_says_what_an_engine_says_of_itself_when_it_is_looked_at(port, trainers):
+def test_look_reports_the_state_that_the_engine_answers(port, trainers):
+    """Looking asks the engine for its state; rows keep the last known state."""
     with running(port) as fake:
         engine = client(fake)
         trainers[0].steps(engine, NEXT)["connect"]()
@@ -334,7 +337,8 @@ def test_a_row_says_what_an_engine_says_of_itself_when_it_is_looked_at(port, tra
             assert found[0].state == state and engine.rows()[0].state == "serving"
 
 
-def test_a_late_answer_about_its_state_leaves_a_failed_updates_row(trainers):
+def test_late_state_answer_does_not_overwrite_a_failed_update(trainers):
+    """A state answer from before a failed update does not replace the paused state in the engine's row."""
     with running("embedded") as fake, ThreadPoolExecutor(1) as other:
         engine = client(fake)
         steps = prepared(engine, fake, "load", trainers[0])
@@ -361,7 +365,8 @@ def test_a_late_answer_about_its_state_leaves_a_failed_updates_row(trainers):
 
 
 @pytest.mark.parametrize("answers", [{}, {"GET /is_sleeping": (404, {"detail": "Not Found"})}])
-def test_a_server_that_cannot_say_what_of_it_sleeps_is_told_to_wake_all_the_same(answers):
+def test_wake_up_is_sent_if_server_cannot_report_sleep_tags(answers):
+    """A server that cannot report which parts sleep gets the wake-up request nevertheless."""
     with running("stock-vllm") as fake:
         client(fake).sleep(1)
         fake.answers = answers
@@ -377,7 +382,7 @@ PAUSES = {"vllm": "POST /pause", "embedded": "POST /pause", "sglang": "POST /pau
 
 
 @pytest.mark.parametrize("make", PAUSES)
-def test_engines_are_paused_at_the_same_time_however_many_they_are(make):
+def test_all_engines_of_a_fleet_are_paused_concurrently(make):
     """Each of them pauses only when the request of the last one is there, too."""
     fakes = [FakeEngine(make) for _ in range(MANY)]
     try:

@@ -37,7 +37,8 @@ def changes(fake):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_update_wakes_weights_before_it_touches_them_and_the_cache_last(fake, trainer, level):
+def test_update_wakes_weights_first_and_kv_cache_last(fake, trainer, level):
+    """An update wakes the weights before it changes them, and the KV cache in its last step."""
     engine = client(fake)
     steps = trainer.steps(engine, 2)
     steps.pop("connect")()
@@ -56,7 +57,8 @@ def test_an_update_wakes_weights_before_it_touches_them_and_the_cache_last(fake,
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_colocated_order_works_with_a_client_of_its_own_for_every_step(fake, trainer, level):
+def test_every_colocated_step_works_with_its_own_client(fake, trainer, level):
+    """Sleep, wake of weights, update and wake of the KV cache may each come from a new client."""
     client(fake).sleep(level)
     client(fake).wake_up(["weights"])
     assert fake.asleep == ALL[fake.kind] - {"weights"} and fake.paused
@@ -67,7 +69,8 @@ def test_the_colocated_order_works_with_a_client_of_its_own_for_every_step(fake,
 
 
 @pytest.mark.parametrize("stranger", [False, True])
-def test_asleep_it_is_not_resumed_and_without_weights_nothing_but_an_update_lets_it_serve(fake, trainer, stranger):
+def test_sleeping_engine_without_weights_serves_after_update(fake, trainer, stranger):
+    """A sleeping engine refuses resume; once its weights are gone, only an update lets it serve."""
     engine = client(fake)
     other = client(fake) if stranger else engine
     engine.sleep(1)
@@ -92,7 +95,8 @@ def test_the_cache_alone_is_dropped_in_a_pause(fake):
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_rehearsal_leaves_an_engine_that_others_paused_as_it_was(fake, trainer, level):
+def test_rehearsal_keeps_engine_paused_by_other_client(fake, trainer, level):
+    """A rehearsal proves an engine that another client paused or put to sleep and leaves it paused."""
     client(fake).sleep(level)
     fake.unrehearsed = True
     engine = client(fake)
@@ -115,7 +119,8 @@ def test_engines_sleep_and_wake_as_a_whole():
 # vLLM
 
 
-def test_vllms_workers_hear_that_their_weights_are_gone_from_whoever_finds_that_out(trainer):
+def test_vllm_workers_learn_that_weights_are_gone_after_sleep(trainer):
+    """The client that finds a vLLM engine asleep at level 2 reports the lost weights to its workers."""
     with running("vllm") as fake:
         httpx.post(f"{fake.url}/sleep?level=2&mode=abort")
         trainer.update(client(fake, pause_mode="wait"), 1)
@@ -129,7 +134,8 @@ def test_vllms_workers_hear_that_their_weights_are_gone_from_whoever_finds_that_
 # SGLang
 
 
-def test_a_level_that_sglang_cannot_have_is_refused_before_it_is_paused():
+def test_unsupported_sglang_sleep_level_is_refused_before_pause():
+    """A sleep level that an SGLang server does not support is refused while the server still serves."""
     for port, words in (("sglang", "enable-weights-cpu-backup"), ("stock-sglang", "without our plugin")):
         with running(port) as fake:
             told = {"model_path": "/m", "disaggregation_mode": "null"}
@@ -140,7 +146,7 @@ def test_a_level_that_sglang_cannot_have_is_refused_before_it_is_paused():
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
-def test_sglang_gives_no_memory_up_twice_and_none_while_requests_are_frozen(mode):
+def test_sglang_releases_memory_once_and_not_while_frozen(mode):
     """Its scheduler would end."""
     with running("sglang") as fake:
         client(fake, pause_mode="in_place").pause()

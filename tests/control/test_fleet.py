@@ -85,7 +85,8 @@ def test_all_pause_or_those_that_served_serve_again(script):
         assert {row.engine for row in caught.value.rows if row.error} >= {engine.url for engine in refusing}
 
 
-def test_the_version_of_a_pool_is_its_oldest_and_no_number_of_any_engine_is_used_again(tmp_path):
+def test_fleet_version_is_its_oldest_and_no_number_is_reused(tmp_path):
+    """A fleet has the version of its oldest engine, and the next update exceeds that of the newest."""
     engines = [Scripted("new", version="9"), Scripted("old", version="3")]
     fleet = Fleet(engines)
     assert fleet.info().weight_version == "3" and fleet.info().world_size == 2
@@ -104,7 +105,8 @@ def test_a_label_with_more_digits_than_versions_have_is_a_name(tmp_path, label):
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-def test_a_number_that_no_version_can_have_is_refused_before_it_is_written(tmp_path, transport):
+def test_impossible_version_number_is_refused_before_writing(tmp_path, transport):
+    """An update whose version number would be too large is refused before files are written."""
     engine = Scripted("a", version="9" * 18)
     sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), Fleet([engine]), verify=False)
     with pytest.raises(UpdateError, match=f"{10**18} cannot be the number of a version"):
@@ -114,7 +116,8 @@ def test_a_number_that_no_version_can_have_is_refused_before_it_is_written(tmp_p
     assert not list(tmp_path.glob("weight_v*")) and not (tmp_path / "latest").exists()
 
 
-def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answer(monkeypatch):
+def test_fleet_does_not_wait_for_a_lost_engine_that_hangs(monkeypatch):
+    """A fleet does not wait for a lost engine that hangs, and takes it back once it has answered."""
     monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", 0.05)
     leave = threading.Event()
 
@@ -143,7 +146,8 @@ def test_a_pool_goes_to_another_process():
     assert copied.url == fleet.url and [row.state for row in copied.rows()] == ["unreachable", "serving"]
 
 
-def test_engines_join_and_leave_before_the_next_update_and_a_running_one_keeps_its_own(tmp_path):
+def test_membership_change_applies_to_next_update(tmp_path):
+    """Engines that join or leave during an update count from the next one; the running one keeps its own."""
     fleet, late = Fleet([Scripted("a"), Scripted("b")]), Scripted("late", fails=["info"])
     joiner, (first, second) = Scripted("c"), fleet.engines
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet, verify=False)
@@ -162,7 +166,8 @@ def test_engines_join_and_leave_before_the_next_update_and_a_running_one_keeps_i
     assert fleet.members() == ("a", "c", "late") and second.calls[-1] == "close"
 
 
-def test_a_function_decides_who_takes_part_and_its_errors_change_nothing(tmp_path, caplog):
+def test_fleet_keeps_its_members_when_the_members_function_fails(tmp_path, caplog):
+    """A fleet takes its members from a function, and keeps the previous members when the function fails."""
     listed = [Scripted("a")]
 
     def source():
@@ -229,7 +234,7 @@ def update(fleet, version):
 
 
 @pytest.mark.parametrize("step", ["begin", "load", "commit"])
-def test_an_interrupted_update_names_the_engines_that_may_stay_paused(step, caplog):
+def test_interrupted_update_logs_engines_that_may_stay_paused(step, caplog):
     class Interrupted(Scripted):
         def take(self, name):
             super().take(name)

@@ -76,7 +76,8 @@ def test_addresses_become_base_urls_or_are_refused(address, url):
         assert normalise_url(address) == url == normalise_url(url)
 
 
-def test_bodies_queries_and_keys_arrive_and_no_proxy_of_the_environment_is_used(server, monkeypatch):
+def test_http_session_sends_body_query_and_key_without_proxy(server, monkeypatch):
+    """A session sends body, query and API keys to the server and ignores http_proxy."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     session = HTTPSession(f"127.0.0.1:{server.port}", api_key=KEYS)
     echo = {"query": {"mode": ["keep"]}, "body": {"a": [1, None]}, "authorization": "Bearer user"}
@@ -99,7 +100,8 @@ SHAPES = ("{}", '{{"error": {}}}', '{{"detail": {}}}', '{{"message": {}}}', '{{"
 
 
 @given(st.integers(400, 599), st.sampled_from(SHAPES), st.text("abc", min_size=1))
-def test_an_error_has_the_engines_own_words_and_says_whether_the_route_is_absent(status, shape, words):
+def test_refusal_quotes_engine_message_and_flags_absent_route(status, shape, words):
+    """The error quotes the engine's message; status 404, 405 or 501 makes it a RouteAbsent."""
     with pytest.raises(EngineRefusedError) as caught:
         Answer(where="GET http://host/x", status=status, text=shape.format(f'"{words}"')).checked_json()
     assert caught.value.what == f"GET http://host/x answered {status}: {words}" and caught.value.status == status
@@ -140,7 +142,8 @@ def test_a_call_ends_at_its_deadline_whatever_the_server_does(slow, route):
                 HTTPSession(f"127.0.0.1:{server.port}", **settings).get(route, **how)
 
 
-def test_a_name_that_is_not_looked_up_in_time_ends_at_the_deadline_and_an_unknown_one_is_unreachable(monkeypatch):
+def test_slow_dns_hits_deadline_and_unknown_host_is_unreachable(monkeypatch):
+    """A slow name lookup raises DeadlineError; an unknown host raises EngineUnreachableError."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(LIMIT_S))
     with within_the_limit(), pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.\d+ s"):
@@ -172,13 +175,15 @@ def full(stack, address="127.0.0.1", port=0):
     return listener.getsockname()[1]
 
 
-def test_the_first_address_that_takes_a_connection_answers_under_the_name_that_was_given(server, monkeypatch):
+def test_second_address_answers_under_the_given_host_name(server, monkeypatch):
+    """If the first address refuses, the next one is used and the Host header keeps the given name."""
     addresses(monkeypatch, server.port, "127.0.0.2", "127.0.0.1")
     session = HTTPSession(f"engine.example:{server.port}", timeout_s=10)
     assert session.get("/echo")["host"] == f"engine.example:{server.port}"
 
 
-def test_a_connection_that_is_not_accepted_is_no_missed_deadline_and_a_deadline_before_that_is_one(monkeypatch):
+def test_connect_timeout_is_unreachable_unless_deadline_is_first(monkeypatch):
+    """A connect timeout raises EngineUnreachableError; an earlier deadline raises DeadlineError."""
     with contextlib.ExitStack() as stack:
         monkeypatch.setattr("torchrl_ext.control.http._CONNECT_S", 0.3)
         session = HTTPSession(f"127.0.0.1:{full(stack)}")
@@ -189,7 +194,9 @@ def test_a_connection_that_is_not_accepted_is_no_missed_deadline_and_a_deadline_
 
 
 @pytest.mark.parametrize("words", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 4])
-def test_a_connection_that_breaks_or_speaks_no_http_is_unreachable(words, server):
+def test_broken_connection_or_non_http_reply_is_unreachable(words, server):
+    """A connection that breaks, or a reply that is not HTTP, raises EngineUnreachableError."""
+
     def talk(connection, _):
         connection.recv(1 << 16)
         connection.sendall(words)
@@ -224,7 +231,7 @@ def heard_by(connection):
         (0, b"", [(1, 1), (2, 2), (3, 3)], True),  # each on a connection of its own
     ],
 )
-def test_only_a_request_that_a_kept_connection_took_away_is_sent_anew(keep_s, words, heard, answers):
+def test_request_is_retried_only_if_kept_connection_closed(keep_s, words, heard, answers):
     """A server may close an idle connection while a request is on its way."""
     connections, calls = itertools.count(1), []
 
@@ -251,7 +258,8 @@ def test_only_a_request_that_a_kept_connection_took_away_is_sent_anew(keep_s, wo
 
 
 @pytest.mark.parametrize(("keep_s", "most"), [(60, 2), (0, 1)])
-def test_a_server_that_answers_nothing_more_is_asked_once_more_at_most(keep_s, most):
+def test_request_is_sent_at_most_twice_to_silent_server(keep_s, most):
+    """A request is retried once after a kept connection closed, and never on a new connection."""
     calls = []
 
     def talk(connection, _):
@@ -308,7 +316,9 @@ def test_a_forked_process_makes_calls_of_its_own(server, keep_s):
     session.close()
 
 
-def test_a_coroutine_may_make_a_call_and_keeps_its_loop_also_on_the_loop_that_calls_share(session):
+def test_session_call_in_coroutine_keeps_running_event_loop(session):
+    """A coroutine may call a session and keeps its event loop; a nested run() is refused."""
+
     async def call():
         loop = asyncio.get_running_loop()
         assert session.get("/echo")["path"] == "/echo"
@@ -378,7 +388,8 @@ def certificate(tmp_path_factory):
     return names["out"], names["keyout"]
 
 
-def test_tls_trusts_the_authorities_that_the_environment_names_and_no_others(certificate, monkeypatch):
+def test_tls_trusts_only_authorities_of_ssl_cert_file(certificate, monkeypatch):
+    """A session accepts a server certificate only while SSL_CERT_FILE names its authority."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*certificate)
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)

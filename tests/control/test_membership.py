@@ -14,7 +14,8 @@ from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.control.fleet import Fleet
 
 
-def test_a_fleet_discovers_what_a_function_lists_and_does_not_wait_for_what_is_not_up(caplog):
+def test_fleet_discovers_listed_engines_and_skips_absent_ones(caplog):
+    """A fleet discovers the engines that a function lists and does not wait for absent engines."""
     with FakeEngine("vllm") as first, FakeEngine("sglang") as second:
         listed = [first.url, "127.0.0.1:9"]
         fleet = tx.connect(members=lambda: listed)

@@ -26,7 +26,8 @@ def changes(server):
         ({"refused": True, "restored": False}, [ASK, PAUSE, ASK, ASK], "sent", "paused"),
     ],
 )
-def test_an_engine_is_paused_only_for_what_it_has_to_show_and_serves_what_is_whole(script, calls, proof, state):
+def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, proof, state):
+    """A rehearsal pauses an engine only if a worker needs it, and resumes it only with whole weights."""
     refused = pytest.raises(EngineRefusedError, match=r"layer.0 \(Experts\)") if "refused" in script else nullcontext()
     with running(post_init_weight_transfer_engine=rehearsing(**script)) as server:
         engine = vllm_engine(server.url, timeout_s=5)
@@ -37,7 +38,8 @@ def test_an_engine_is_paused_only_for_what_it_has_to_show_and_serves_what_is_who
         assert [told["worker"] for told in engine.rehearsed] == ([] if "refused" in script else [0, 1])
 
 
-def test_a_fleet_proves_the_least_of_its_engines_and_one_that_knows_no_rehearsals_what_it_was_handed():
+def test_fleet_proof_is_the_weakest_proof_of_its_engines():
+    """A fleet's proof is its weakest engine's; an engine without rehearsals has the proof 'sent'."""
     with running(post_init_weight_transfer_engine=rehearsing()) as one, running() as other:
         fleet = Fleet([vllm_engine(server.url, timeout_s=5) for server in (one, other)])
         fleet.rehearse()

@@ -71,7 +71,8 @@ def test_workers_come_and_go_at_either_make_of_router(script):
         assert [call[0] for call in router.calls if call[0] != "GET"] == ["POST", "DELETE"]
 
 
-def test_a_worker_is_described_with_its_type_and_its_port_and_a_type_that_no_router_has_is_refused():
+def test_router_worker_is_added_with_type_and_bootstrap_port():
+    """A worker is added with its type and port, and an unknown worker type is refused without a call."""
     with serving(Gateway()) as router, serving(Engine()) as engine:
         client = RouterClient(router.url)
         with pytest.raises(ConfigError, match=r"type 'encoder'.*regular or prefill or decode"):
@@ -83,7 +84,8 @@ def test_a_worker_is_described_with_its_type_and_its_port_and_a_type_that_no_rou
         assert client.workers() == (RouterWorker(url=engine.url, worker_type="prefill", key="w1"),)
 
 
-def test_a_worker_that_is_never_listed_is_a_deadline_that_names_both():
+def test_worker_never_listed_by_router_raises_deadline_error():
+    """The DeadlineError names the router and the engine that the router did not list."""
     with (
         serving(Gateway(delay=10**9)) as router,
         serving(Engine()) as engine,
@@ -122,7 +124,7 @@ def test_an_engine_that_is_not_well_is_not_offered_to_a_router():
         assert not [call for call in router.calls if call[0] == "POST"]
 
 
-def test_a_session_for_control_calls_refuses_a_router_and_asks_an_engine_only_once():
+def test_control_session_refuses_router_and_checks_engine_once():
     with serving(Gateway()) as router:
         session = HTTPSession(router.url, check=refuse_router)
         for call in (session.get, session.post, lambda route: session.call("POST", route)):

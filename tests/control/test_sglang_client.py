@@ -50,7 +50,8 @@ def test_a_store_of_keys_is_cleared_after_the_flush(setting, started, update):
     assert calls.index("flush") < calls.index(CLEAR) < calls.index("POST /begin_weight_update")
 
 
-def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away(started, update):
+def test_failed_clear_of_the_key_store_prevents_the_update(started, update):
+    """If the external KV store cannot be cleared, the update is refused and the server serves again."""
     fake = started(**STORE)
     fake.answers[CLEAR] = 400, "busy"
     with pytest.raises(EngineRefusedError, match=r"(?s)could not clear the store.*busy.*serves again"):
@@ -58,7 +59,8 @@ def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away(started, u
     assert fake.serving and fake.versions["a"] == 0
 
 
-def test_a_server_that_puts_its_keys_into_a_store_must_not_keep_them(started, update):
+def test_keep_cache_is_refused_for_a_server_with_a_key_store(started, update):
+    """A server that stores its KV cache externally refuses keep_cache=True before any pause."""
     fake = started(**STORE)
     with pytest.raises(ConfigError, match=r"in a store.*old weights"):
         update(client(fake, keep_cache=True))
@@ -80,7 +82,8 @@ def test_a_cache_in_use_is_asked_for_again_until_it_is_free(started, update):
     assert fake.counts["POST /flush_cache"] == 3 and fake.serving
 
 
-def test_a_cache_that_is_never_free_reaches_the_deadline_and_the_server_serves_again(started, update):
+def test_cache_never_free_ends_at_the_deadline_and_resumes(started, update):
+    """A cache that stays in use raises a DeadlineError, and the server serves its old weights again."""
     fake, row = started("stock-sglang"), {"dp_rank": 0, "num_waiting_reqs": 1, "num_running_reqs": 2}
     fake.answers["POST /flush_cache"] = BUSY
     fake.answers["GET /v1/loads"] = 200, {"loads": [row]}
@@ -97,7 +100,8 @@ def test_requests_that_are_paused_in_place_are_not_waited_for(started, update):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_between_two_pools_end_since_they_would_keep_the_cache(role, started, update):
+def test_disaggregated_pools_pause_by_aborting_requests(role, started, update):
+    """Pools for prefill and decode pause with mode abort, as running requests would keep the cache in use."""
     fake = started(disaggregation_mode=role)
     update(client(fake))
     assert [call.body for call in fake.calls if call.route == "POST /pause_generation"] == [{"mode": "abort"}]

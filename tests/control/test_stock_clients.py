@@ -54,9 +54,8 @@ LENT = (FILES, "maps weights that a daemon owns.*--load-format")
         ("sglang", {**SOLE, "weight_cache_mode": "cpu"}, ("disk",), (SGLANG, "keeps copies of its weights")),
     ],
 )
-def test_a_stock_server_says_how_it_follows_and_by_what_else_is_refused_before_anything_reaches_it(
-    make, facts, transports, refused
-):
+def test_stock_server_lists_transports_and_refuses_the_others(make, facts, transports, refused):
+    """A stock server states its transports; any other join is refused before it changes the server."""
     with running(f"stock-{make}") as fake:
         described(fake, facts)
         (info,) = tx.discover(fake.url)
@@ -71,7 +70,8 @@ def test_a_stock_server_says_how_it_follows_and_by_what_else_is_refused_before_a
 
 
 @pytest.mark.parametrize("make", ["vllm", "sglang"])
-def test_a_stock_server_proves_nothing_and_takes_no_part_of_a_version(make):
+def test_stock_server_refuses_partial_version_and_verification(make):
+    """A stock server takes whole versions only and cannot verify the weights it holds."""
     with running(f"stock-{make}") as fake:
         engine = client(fake)
         engine.connect(FILES)
@@ -82,7 +82,8 @@ def test_a_stock_server_proves_nothing_and_takes_no_part_of_a_version(make):
         assert not engine.verifies and fake.serving
 
 
-def test_a_stock_sglang_leaves_its_group_after_a_load_that_failed_and_ends_the_session_before_the_next():
+def test_stock_sglang_leaves_group_and_session_after_failed_load():
+    """After a failed load the group is destroyed, and the open session ends before the next begins."""
     with running("stock-sglang") as fake:
         engine, words = client(fake), r"it fails here.*is paused.*part of an update"
         fake.inject("fail", "POST /update_weights_from_distributed")
@@ -104,7 +105,8 @@ def test_a_stock_vllm_without_a_unique_id_meets_at_the_store():
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_stock_vllm_is_cleared_where_an_earlier_update_failed_or_is_still_active(failed):
+def test_stock_vllm_clears_failed_or_active_update_before_next(failed):
+    """Before an update, a stock vLLM is cleared of an earlier one that failed or is still active."""
     with running("stock-vllm") as fake:
         engine = client(fake)
         if failed:

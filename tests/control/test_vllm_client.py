@@ -25,7 +25,8 @@ def trainer(tmp_path_factory):
     return Trainer(tmp_path_factory.mktemp("versions") / "trainer", (8,))
 
 
-def test_keys_that_are_copied_away_are_dropped_when_the_copies_are_made_or_keep_the_engine_paused(fake, trainer):
+def test_prefix_cache_reset_is_retried_or_engine_stays_paused(fake, trainer):
+    """A busy prefix cache is reset again until it is dropped; at the deadline the engine stays paused."""
     busy, reset = (200, {"success": False}), "POST /reset_prefix_cache"
     answers = [busy, busy, (200, {"success": True})]
     fake.answers[reset] = lambda asked: answers.pop(0)
@@ -41,7 +42,7 @@ def test_keys_that_are_copied_away_are_dropped_when_the_copies_are_made_or_keep_
 
 
 @pytest.mark.parametrize("seeing", [None, {"mm_processor_cache_gb": 4}])
-def test_embeddings_of_images_are_dropped_where_the_model_takes_images(seeing, fake, trainer):
+def test_encoder_cache_is_reset_for_a_multimodal_model_only(seeing, fake, trainer):
     config = {**CONFIG, "model_config": {**CONFIG["model_config"], "multimodal_config": seeing}}
     fake.answers |= {"GET /server_info": (200, {"vllm_config": config}), "POST /reset_encoder_cache": (200, {})}
     trainer.update(client(fake), 8)
@@ -58,7 +59,7 @@ def test_a_server_that_hands_its_keys_on_must_not_keep_them(fake, trainer):
 
 
 @pytest.mark.parametrize("given", [(3, None), (1, ["weights"]), (1, []), (0, ["cache"])])
-def test_a_sleep_that_no_engine_has_is_refused_before_it_is_asked_for(given):
+def test_unknown_sleep_level_or_tag_is_refused_without_a_request(given):
     with pytest.raises(ConfigError, match=r"sleep|tags"):
         vllm_engine("host:1").sleep(*given)
 
@@ -87,14 +88,16 @@ FLAGS = r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""
         ("Invalid init_info for NCCLWeightTransferEngine: unexpected keyword argument 'transport'", FLAGS),
     ],
 )
-def test_the_words_of_a_worker_are_whole_and_those_about_another_backend_get_the_exact_flags(words, found, fake):
+def test_worker_error_is_quoted_whole_or_answered_with_flags(words, found, fake):
+    """A worker's error is quoted whole; one about another weight transfer backend gets the exact flags."""
     fake.answers["POST /init_weight_transfer_engine"] = failed(words)
     with pytest.raises(EngineRefusedError, match=found):
         client(fake).connect(JOIN)
 
 
 @pytest.mark.parametrize("route", ["POST /pause", "POST /start_weight_update", "POST /update_weights", "POST /resume"])
-def test_an_answer_to_another_call_says_that_replies_are_out_of_step(route, fake, trainer):
+def test_answer_to_another_call_raises_out_of_step_error(route, fake, trainer):
+    """An answer that belongs to another call raises an error: replies are out of step, restart."""
     fake.answers[route] = failed(f'worker 0, 1: {ANSWERS}{{"whole": true}}')
     with pytest.raises(EngineRefusedError, match=r"out of step.*Next: restart the engine"):
         trainer.update(client(fake), 8)
@@ -107,7 +110,8 @@ def test_a_server_without_dev_routes_gets_the_hint(fake):
             call()
 
 
-def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offset_for_each(fake, trainer):
+def test_connect_to_several_engines_gives_each_a_rank_offset(fake, trainer):
+    """Several addresses give one client with a rank offset for each engine; settings reach the client."""
     with fakes("vllm") as other:
         fake.answers["GET /get_world_size"] = {"world_size": 6}
         fleet = tx.connect(fake.url, other.url)

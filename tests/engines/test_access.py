@@ -49,7 +49,7 @@ def guarded(checkpoint, tmp_path_factory):
         yield running
 
 
-def test_with_a_key_every_route_but_health_answers_401_without_it(guarded):
+def test_every_route_but_health_requires_the_api_key(guarded):
     with httpx.Client(base_url=guarded.url, timeout=60) as stranger:
         for headers in ({}, {"authorization": "Bearer open"}, {"authorization": f"Basic {KEY}"}):
             answers = {route: stranger.get(route, headers=headers) for route in GET}
@@ -70,7 +70,7 @@ def test_who_has_the_key_trains_and_generates_as_ever(guarded):
     assert len(found.token_ids) == 4
 
 
-def test_a_trainer_whose_root_the_engine_was_not_started_for_is_refused(guarded, tmp_path):
+def test_trainer_with_root_outside_engine_roots_is_refused(guarded, tmp_path):
     sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), tx.connect(guarded.url, api_key=KEY))
     with pytest.raises(tx.WeightSyncError, match=f"does not open {tmp_path}(.|\n)*{ROOTS_VARIABLE}"):
         sender.update_weights(tiny_model(1))
@@ -200,13 +200,16 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "secret"]
 
 
-def test_a_root_that_the_engine_does_not_open_has_a_remedy_of_its_own(tmp_path, monkeypatch):
+def test_inspect_of_disallowed_root_names_roots_variable(tmp_path, monkeypatch):
+    """Inspecting a root that the engine may not open gives a remedy that names TORCHRL_EXT_ROOTS."""
     monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
     answer = inspect(Inspect(root=SharedRoot(LocalStore(tmp_path), "run").invite()))["root"]
     assert not answer["seen"] and "TORCHRL_EXT_ROOTS" in answer["remedy"]
 
 
-def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
+def test_oversized_request_body_is_refused(http):
+    """A request body beyond 64 MiB is refused with status 400 and the limit."""
+
     def body():
         for _ in range(65):
             yield b" " * (1 << 20)

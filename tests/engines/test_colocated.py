@@ -61,7 +61,8 @@ def segments(pid):
     return maps_of(pid).count("memfd:torchrl_ext") + sum("memfd:torchrl_ext" in file for file in files_of(pid))
 
 
-def test_fifty_syncs_leave_the_tokens_of_a_cold_load_and_nothing_behind(server, sender):
+def test_fifty_syncs_match_a_cold_load_and_leak_no_segments(server, sender):
+    """After fifty syncs the tokens equal those of a cold load, and no shared-memory segment is left."""
     gc.collect()
     before = segments("self")  # which ends of other tests in this process still hold
     for seed in range(1, 51):
@@ -143,7 +144,7 @@ def test_an_engine_without_weights_does_not_serve(server, engine, sender):
     assert ask(server, "/is_paused")["is_paused"]
 
 
-def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(server, sender):
+def test_colocated_steps_work_from_separate_clients(server, sender):
     """`RemoteInferenceClient` sleeps and wakes, `WeightSender` updates by its own clients: SkyRL's order."""
     client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
     sender.update_weights(tiny_model(3))
@@ -177,7 +178,8 @@ def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender)
     ("launcher", "flags"),
     [(VLLMServer, "--enable-sleep-mode"), (SGLangServer, "--enable-memory-saver --enable-weights-cpu-backup")],
 )
-def test_servers_on_a_gpu_are_started_so_that_they_can_give_memory_back(tmp_path, monkeypatch, launcher, flags):
+def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, monkeypatch, launcher, flags):
+    """If sleep mode is wanted, servers on a GPU start with the flags that let them give memory back."""
     noting, seen = tmp_path / "python", tmp_path / "arguments"
     noting.write_text(f'#!/bin/sh\necho "$@" > {seen}\nexit 1\n')
     noting.chmod(0o700)
@@ -190,7 +192,8 @@ def test_servers_on_a_gpu_are_started_so_that_they_can_give_memory_back(tmp_path
         monkeypatch.undo()
 
 
-def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_and_the_next_one_goes_on(server, sender):
+def test_trainer_killed_while_sending_frees_segments(server, sender):
+    """A trainer killed while it sends leaves no segment in the server; the next trainer's update works."""
     code = """
 import os, signal, sys
 import torch, torchrl_ext as tx
@@ -215,7 +218,8 @@ sender.update_weights(Fatal(dict(tiny_model(1).named_parameters())))
     assert tokens(server) == greedy(model)
 
 
-def test_an_engine_that_is_killed_is_named_and_the_trainer_keeps_one_buffer(checkpoint):
+def test_killed_engine_fails_the_update_and_frees_the_buffer(checkpoint):
+    """An update to a killed engine raises an UpdateError; after shutdown the trainer holds no buffer."""
     with EmbeddedServer(checkpoint, threads=1) as server:
         sender = tx.WeightSender(
             tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), tx.make_engine("embedded", url=server.url)

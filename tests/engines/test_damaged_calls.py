@@ -92,7 +92,7 @@ def odd(chance):
     return chance.choice([*HOSTILE, b"", b"\xff", object(), "\ud800", {"\ud800": [None]}, [[]] * 100])
 
 
-def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, monkeypatch):
+def test_sglang_scheduler_calls_never_raise_on_damaged_messages(scheduler, monkeypatch):
     """An exception that leaves a scheduler ends SGLang's server."""
     for told in damaged(1, 40):
         request = SimpleNamespace(action=CHANNEL + json.dumps(told))
@@ -125,7 +125,8 @@ def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, m
     assert not register.check_weights(None, scheduler, request).success
 
 
-def test_a_scheduler_whose_model_holds_a_part_of_a_version_is_continued_by_nobody(scheduler):
+def test_scheduler_with_partial_version_refuses_to_continue(scheduler):
+    """A scheduler whose model holds a part of a version stays paused on continue_generation."""
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
     scheduler.end.receiver.invalidate(torn=True)
     assert register.continue_generation(lambda *_: "goes on", scheduler) is None and scheduler._engine_paused
@@ -151,6 +152,6 @@ for last in (True, False):
 ''')  # fmt: skip
 
 
-def test_a_worker_of_vllm_that_is_not_the_last_raises_at_no_message_whatever_it_is(tmp_path):
+def test_vllm_worker_other_than_last_never_raises(tmp_path):
     """The executor of vLLM reads no reply behind the first bad one: every later call would get an earlier reply."""
     python(VLLM, tmp_path / "site", "vllm", json.dumps(stand_in()))

@@ -166,7 +166,7 @@ def started(tmp_path, worker):
     return done
 
 
-def test_a_vllm_that_maps_the_weights_of_a_daemon_refuses_every_trainer(tmp_path):
+def test_vllm_that_maps_a_daemons_weights_refuses_trainers(tmp_path):
     done = started(tmp_path, WORKER.replace('load_format="auto"', 'load_format="ipc_cache"'))
     joined = done.stdout.splitlines()[0]
     assert joined.startswith("EngineError ConfigError: this engine maps weights that a daemon owns")
@@ -212,7 +212,7 @@ for TorchRLExtEngine.whole in (True, False):
 """
 
 
-def test_a_vllm_that_holds_a_part_of_a_version_is_resumed_by_nobody(tmp_path):
+def test_vllm_with_a_partial_version_refuses_to_resume(tmp_path):
     core = "class EngineCore:\n def resume_scheduler(self): print('resumed')"
     files = {**stand_in(), **WHOLE, CORE: core}
     done = finished(REGISTER + RESUMED, tmp_path / "site", "vllm", json.dumps(files))

@@ -45,7 +45,8 @@ def verdicts(engine):
     return {row["kernel"]: row["verdict"] for row in told["layers"]}
 
 
-def test_layers_that_come_back_are_told_from_layers_that_are_written_in_place(folder):
+def test_rehearsal_separates_in_place_layers_from_reloaded(folder):
+    """A rehearsal finds which layers are written in place and which come back by a reload."""
     loader = processed(folder)
     sender, engine = sending(loader)
     for seed in (1, 2):
@@ -62,7 +63,8 @@ def test_layers_that_come_back_are_told_from_layers_that_are_written_in_place(fo
 
 
 @pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
-def test_what_an_engines_reload_leaves_out_is_refused_by_name_before_a_weight_travels(folder, kind):
+def test_layer_that_a_reload_leaves_out_is_refused_by_name(folder, kind):
+    """The error names the layer that the reload leaves out, and no weight travels."""
     loader = processed(folder, lacks=[kind])
     sender, engine = sending(loader)
     with pytest.raises(WeightSyncError, match=f"blocks.0.{kind}") as told:
@@ -82,7 +84,8 @@ def test_a_repair_that_is_known_mends_it_and_is_named(folder, kind):
     assert verdicts(engine)[kind] == "repaired" and engine.rehearsed[0]["repairs"] == [f"{kind}.process"]
 
 
-def test_changes_land_where_the_bytes_are_the_checkpoints_and_never_by_shape(folder, tmp_path):
+def test_patchable_parameters_are_decided_by_bytes_not_shape(folder, tmp_path):
+    """A delta lands in place only where the engine's bytes are those of the checkpoint."""
     loader = processed(folder)
     sender, _ = sending(loader, tx.make_transport("delta", root=tmp_path))
     for seed in (1, 2, 3):
@@ -90,7 +93,8 @@ def test_changes_land_where_the_bytes_are_the_checkpoints_and_never_by_shape(fol
     assert loader.patchable("blocks.0.Fused.q") and not loader.patchable("blocks.0.Shuffled.experts.0")
 
 
-def test_where_changes_would_leave_a_derived_copy_behind_the_model_is_loaded_whole(folder, tmp_path):
+def test_derived_copy_makes_a_delta_reload_the_whole_model(folder, tmp_path):
+    """The model is loaded whole where changes in place would leave a derived copy behind."""
     loader = processed(folder, careless=True)
     sender, engine = sending(loader, tx.make_transport("delta", root=tmp_path))
     for seed in (1, 2, 3):
@@ -98,7 +102,8 @@ def test_where_changes_would_leave_a_derived_copy_behind_the_model_is_loaded_who
     assert engine.rehearsed[0]["changes"] == "by reload" and not loader.patchable("blocks.0.Fused.q")
 
 
-def test_where_nobody_knows_what_lands_where_nothing_is_called_in_place_and_what_stays_is_found(folder, monkeypatch):
+def test_opaque_loader_is_reloaded_and_stale_weight_refused(folder, monkeypatch):
+    """With an opaque loader no layer counts as in place, and a weight that no load changes is refused."""
     loader = processed(folder, opaque=True)
     sender, engine = sending(loader)
     assert sender.update_weights(checkpoint(1)).proof == "rehearsed" and holds(loader, 1)
@@ -109,7 +114,8 @@ def test_where_nobody_knows_what_lands_where_nothing_is_called_in_place_and_what
         sender.update_weights(checkpoint(1))
 
 
-def test_an_engine_that_was_not_brought_back_takes_nothing_even_unproved(folder):
+def test_engine_with_incomplete_reload_takes_no_update(folder):
+    """An engine that its reload did not bring back refuses updates, also those without a rehearsal."""
     loader = processed(folder, lacks=["Packed"])
     engine = InProcessEngine(WeightReceiver(loader))
     for how, words in (("once", "Packed"), ("never", "start the engine again")):
@@ -183,7 +189,8 @@ def dig(found):
 
 
 @pytest.mark.parametrize("bound", [None, 7100, 5000])
-def test_an_engine_that_hides_a_stale_tensor_is_refused_or_says_that_it_is_unproven(folder, bound, monkeypatch):
+def test_engine_with_hidden_stale_tensor_is_never_verified(folder, bound, monkeypatch):
+    """A stale tensor is refused where the search finds it; beyond the bound the layer is unproven."""
     monkeypatch.setattr(Absorbed, "process", lambda layer: setattr(layer, "config", buried(0.25 * layer.weight.data.T)))
     monkeypatch.setattr(Absorbed, "forward", lambda layer, x: x @ dig(layer.config))
     monkeypatch.setattr(runtime, "OBJECTS", bound or runtime.OBJECTS)
@@ -220,7 +227,8 @@ def dress(model):
     return model
 
 
-def test_what_engines_keep_beside_weights_leaves_no_layer_unproven(folder):
+def test_engine_buffers_beside_weights_leave_no_layer_unproven(folder):
+    """Objects that engines keep beside the weights make no layer unproven or refused."""
     loader = processed(folder)
     bare = {reading.key for reading in reachable(loader.model.module)}
     seen = [reading for reading in reachable(dress(loader.model.module)) if not reading.left_out]
@@ -282,7 +290,8 @@ def test_a_tensor_is_found_whatever_keeps_it(kind):
     assert len(found) == 1 and found[0].derived and found[0].key.startswith("kernel.")
 
 
-def test_what_no_load_changes_is_refused_as_a_copy_or_named_with_the_rule_that_lets_it_pass(folder):
+def test_unloaded_tensor_passes_by_a_named_rule_unless_a_copy(folder):
+    """A tensor that no load changes passes by a rule that the report names; a weight's copy is refused."""
     loader = processed(folder)
     module = loader.model.module
     module.scale, module.flags = torch.rand(32), torch.ones(32)
@@ -298,7 +307,7 @@ def test_what_no_load_changes_is_refused_as_a_copy_or_named_with_the_rule_that_l
         sender.update_weights(checkpoint(1))
 
 
-def test_tensors_without_data_and_the_state_of_requests_are_left_out():
+def test_tensors_without_data_and_request_state_are_left_out():
     model = nn.Linear(2, 2)
     model.register_buffer("kv_cache", torch.rand(64))
     model.kv_caches, model.kv_cache_scale, model.none = [torch.rand(64)], torch.rand(64), torch.empty(0, 2)
@@ -316,7 +325,9 @@ def test_a_tensor_belongs_to_the_nearest_module_that_keeps_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_a_model_of_made_up_numbers_is_rehearsed_with_them_and_a_complex_parameter_too(dtype):
+def test_dummy_model_with_complex_parameter_is_rehearsed(dtype):
+    """A model with dummy weights is rehearsed with such weights, also a complex parameter."""
+
     def made_up(tensor):
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         numbers.uniform_(0.5, 1, generator=torch.Generator().manual_seed(1234))
@@ -339,7 +350,8 @@ NUMBERS = st.lists(st.integers(0, 9), min_size=2, max_size=2)
 
 
 @given(NUMBERS, NUMBERS)
-def test_the_content_of_two_numbers_tells_them_from_others_in_any_order(one, other):
+def test_content_digest_ignores_order_of_two_numbers(one, other):
+    """Two pairs of numbers have equal digests exactly if they are equal in some order."""
     assert (content(torch.tensor(one)) == content(torch.tensor(other))) is (sorted(one) == sorted(other))
 
 
@@ -351,7 +363,7 @@ def test_the_content_of_two_numbers_tells_them_from_others_in_any_order(one, oth
     zero=st.booleans(),
 )
 @settings(max_examples=50, deadline=None)
-def test_known_weights_differ_at_the_chosen_positions_and_nowhere_else(dtype, count, zero):
+def test_changed_weights_differ_only_at_chosen_positions(dtype, count, zero):
     tensor = (torch.zeros(count) if zero else torch.rand(count) + 1).to(dtype)
     where, after = chosen_positions("w", tensor), changed("w", tensor)
     assert torch.equal((flat_bits(after) != flat_bits(tensor)).reshape(count, -1).any(1).nonzero().reshape(-1), where)

@@ -35,7 +35,8 @@ print(torchrl_ext.__file__)
 
 
 @pytest.mark.parametrize("group", ["sglang.srt.plugins", "vllm.general_plugins"])
-def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path, group):
+def test_overlay_brings_the_plugin_without_trainer_packages(tmp_path, group):
+    """The engine's plugin comes from the overlay and imports no package of the trainer."""
     make_overlay(tmp_path)
     look = LOOK.format(overlay=str(tmp_path), group=group)
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
@@ -44,7 +45,7 @@ def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path, gro
 
 
 @pytest.mark.parametrize("server", [SGLangServer, VLLMServer])
-def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp_path, server):
+def test_model_that_does_not_exist_is_refused_before_install(tmp_path, server):
     with pytest.raises(ConfigError, match="not a directory"):
         server(tmp_path / "nothing", python="/no/python")
 
@@ -78,7 +79,8 @@ class Worker:
 
 
 @pytest.mark.parametrize("by", ["update_weights_from_disk", "load_past_us"])
-def test_a_model_that_was_loaded_before_our_first_message_is_not_taken_for_its_start(monkeypatch, by):
+def test_model_loaded_before_the_first_message_is_noticed(monkeypatch, by):
+    """A load before the first message counts; the model is not taken for the one of the start."""
     group = SimpleNamespace(cpu_group=None, world_size=1)
     parallel = SimpleNamespace(get_pp_group=lambda: group, get_tp_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", parallel)
@@ -166,7 +168,8 @@ def rollout(count, tokens=()):
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_tokens_of_a_launched_batch_have_the_weights_and_label_before(worker, updates):
+def test_tokens_of_a_launched_batch_keep_weights_and_label(worker, updates):
+    """Tokens of a batch launched before an update have the weights and the label from before."""
     scheduler, ours = Overlapping(), object.__new__(worker.SGLangWorker)
     for name in ("process_batch_result", "record_weight_version_change"):
         setattr(scheduler, name, scheduler.hooked(name))

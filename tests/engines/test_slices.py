@@ -247,7 +247,8 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
     assert "computes mixer.decay" in whole["decay"] and "not adjacent" in whole["corner"]
 
 
-def test_the_checkpoint_of_the_start_counts_as_held_until_something_else_was_loaded(loader):
+def test_start_checkpoint_counts_as_held_until_invalidation(loader):
+    """The loader gives the digests of its start checkpoint, and refuses once it was invalidated."""
     expected = {name: position_digest(tensor).hex() for name, tensor in weights(0).items()}
     assert loader.position_digests() == expected
     loader.invalidate()
@@ -262,7 +263,8 @@ def test_slices_land_as_a_cold_start_lands_whole_tensors(loader, rank, by_target
         assert_is(loader.model.module, cold(rank, seed))
 
 
-def test_plain_tensors_are_received_in_live_memory_and_their_layers_are_not_opened(loader, rank):
+def test_plain_tensors_land_in_live_memory_of_unopened_layers(loader, rank):
+    """A transport fills plain tensors in live memory, and only layers that are rebuilt are opened."""
     loader.start()
     targets = loader.targets()
     assert targets.keys() == {"embed", "q", "k", "v", "gate_up", "turned", "norm", "scale"} | {
@@ -278,7 +280,7 @@ def test_plain_tensors_are_received_in_live_memory_and_their_layers_are_not_open
     assert_is(loader.model.module, cold(rank, 1))
 
 
-def test_what_a_worker_needs_nothing_of_is_not_missing_and_all_else_is(loader, rank):
+def test_only_tensors_that_a_worker_needs_count_as_missing(loader, rank):
     loader.start()
     loader.load(pair for pair in sent(loader, 1, {}) if pair[0] not in ("q", "decay"))
     assert loader.missing() == ["decay", "q"]
@@ -314,14 +316,16 @@ def test_a_rehearsal_takes_the_route_of_updates(loader, rank, monkeypatch):
     assert loader.proof() == "rehearsed" and loader.model.opened[-1] is None
 
 
-def test_a_rehearsal_finds_live_memory_that_is_not_what_is_computed_with(rank, tmp_path):
+def test_rehearsal_refuses_a_stale_derived_copy(rank, tmp_path):
+    """A rehearsal refuses a layer that computes with a copy which no load refreshes."""
     loader = loader_of(derive(cold(rank, 0)), tmp_path)  # no load brings the copy
     with pytest.raises(EngineRefusedError, match="qkv"):
         loader.rehearse()
     assert loader.proof() == "sent"
 
 
-def test_where_only_a_whole_load_rebuilds_a_derived_copy_no_slice_lands_past_the_loader(rank, tmp_path):
+def test_derived_copy_gets_slices_only_through_its_model_loader(rank, tmp_path):
+    """If only a whole load rebuilds a derived copy, every slice passes through the model's loader."""
     loader = loader_of(derive(cold(rank, 0)), tmp_path, derives=True)
     loader.start()
     assert loader.targets()
@@ -356,7 +360,8 @@ def mixed(rank, seed, names):
 
 
 @pytest.mark.parametrize("by_slices", [False, True])
-def test_a_part_lands_as_a_cold_start_lands_it_and_opens_only_layers_that_are_rebuilt(loader, rank, by_slices):
+def test_partial_update_lands_like_a_cold_start(loader, rank, by_slices):
+    """A part lands as a cold start lands it, and opens only layers that are rebuilt."""
     loader.by_slices(by_slices)
     landed = set()
     for names in ({"q", "embed", "experts.1.w"}, {"v", "norm"}, {"down", "decay", "corner", "k"}):
@@ -369,7 +374,8 @@ def test_a_part_lands_as_a_cold_start_lands_it_and_opens_only_layers_that_are_re
 
 
 @pytest.mark.parametrize("by_slices", [False, True])
-def test_a_part_without_what_its_layers_are_rebuilt_from_is_refused_by_name(rank, tmp_path, by_slices):
+def test_partial_update_that_lacks_a_rebuild_input_is_refused(rank, tmp_path, by_slices):
+    """The loader refuses a part that lacks a parameter from which a layer is rebuilt, and names it."""
     loader = loader_of(cold(rank, 0), tmp_path, by_slices, anew=True)
     with pytest.raises(ManifestError, match=r"'decay' .*lacks 'corner'"):
         loader.part(frozenset({"decay", "q"}))
@@ -383,7 +389,7 @@ def test_a_part_without_what_its_layers_are_rebuilt_from_is_refused_by_name(rank
         loader.finish()
 
 
-def test_changes_load_the_layers_that_are_built_anew_as_a_whole_and_no_others(rank, tmp_path):
+def test_changes_reload_only_rebuilt_layers_as_a_whole(rank, tmp_path):
     loader = loader_of(cold(rank, 0), tmp_path, by_slices=False, anew=True)
     assert loader.rehearse()["changes"] == "in place" and loader.model.opened[1] == ["down", "mixer"]
     loaded(loader, 1, {"decay", "corner", "q"}, by_slices=False)
@@ -424,7 +430,8 @@ def test_nothing_that_a_loader_derives_from_stand_ins_stays():
     ],
     ids=["unknown", "missing", "misshapen", "rounded"],
 )
-def test_an_update_that_cannot_land_is_refused_by_name_and_touches_nothing(loader, rank, change, words):
+def test_unfit_update_is_refused_and_changes_no_weight(loader, rank, change, words):
+    """The loader names the parameter that is unknown, missing, misshapen or rounded, and loads nothing."""
     update = weights(1)
     change(update)
     with pytest.raises(ManifestError, match=words):

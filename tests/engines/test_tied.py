@@ -115,7 +115,7 @@ def test_a_worker_never_holds_a_head_that_was_only_handed_over(model):
     assert loader.digests() == {name: tensor_digest(tensor) for name, tensor in weights().items()}
 
 
-def test_changes_that_would_part_a_head_from_its_embedding_are_not_staged(model):
+def test_changes_that_untie_head_and_embedding_are_not_staged(model):
     loader, parted = EngineLoader(model), weights(head=1)
     loader.check(ParamMeta.of(*pair) for pair in weights().items())
     before = model.words.weight.clone()
@@ -160,7 +160,8 @@ class TestReplacedMemory:
                 assert report.verified
                 assert torch.equal(module(processed.PROBE), processed.outputs(processed.checkpoint(seed)))
 
-    def test_staged_changes_are_not_written_to_memory_that_was_given_up(self, tmp_path):
+    def test_staged_changes_are_not_written_to_replaced_memory(self, tmp_path):
+        """A commit after a weight was replaced raises a StaleBaseError and writes to neither memory."""
         loader, start = processed.processed(tmp_path), processed.checkpoint(0)
         layer = loader.model.module.blocks[0]["Fused"]
         loader.check(ParamMeta.of(*pair) for pair in start.items())

@@ -142,12 +142,13 @@ def test_deltas_that_are_decoded_with_all_old_bytes_land(engine, checkpoint, tmp
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_what_was_cached_with_older_weights_goes_unless_the_caller_keeps_it(engine, history, tmp_path, flush):
+def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, tmp_path, flush):
     ask(engine, LOAD, delta(tmp_path, 1, flush_cache=flush))
     assert engine.dropped == flush and serves(engine, history[1])
 
 
-def test_what_cannot_be_is_answered_with_400_and_the_engine_serves_what_it_served(engine, history, tmp_path):
+def test_invalid_load_request_gets_400_and_changes_no_weights(engine, history, tmp_path):
+    """An invalid request is answered with 400, and the engine serves the weights it served before."""
     for body, words in (
         (delta(tmp_path, 9), "no version 9"),
         (delta(tmp_path, 1, model_path=7), "model_path"),
@@ -168,9 +169,8 @@ def test_no_web_page_makes_an_engine_load(engine, history, tmp_path):
     assert serves(engine, history[0]) and not engine.paused
 
 
-def test_a_load_that_breaks_leaves_the_engine_paused_until_a_good_one_and_a_resume(
-    engine, history, tmp_path, monkeypatch
-):
+def test_broken_load_pauses_the_engine_until_load_and_resume(engine, history, tmp_path, monkeypatch):
+    """An engine whose load breaks stays paused until a good load and a resume."""
     root = tmp_path / "full"
     trainer = tx.make_transport("delta", root=root)
     trainer.send_weights(history[1])
@@ -212,7 +212,8 @@ class TestStandIns:
 
 @only("engine", ["vllm"], indirect=True)
 class TestVLLM:
-    def test_workers_are_told_of_a_checkpoint_that_was_loaded_past_them(self, engine, history, tmp_path, checkpoint):
+    def test_delta_after_a_checkpoint_load_lands_on_known_weights(self, engine, history, tmp_path, checkpoint):
+        """A checkpoint loaded by the engine itself ends the workers' held version; the next delta lands."""
         ask(engine, LOAD, delta(tmp_path, 1))
         ask(engine, LOAD, {"model_path": str(checkpoint), "weight_version": "3"})
         assert engine.loaded == [str(checkpoint)] and engine.label == "3" and not engine.paused

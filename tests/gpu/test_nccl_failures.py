@@ -33,7 +33,8 @@ tx.VLLMCollectiveTransport("127.0.0.1", int(sys.argv[1]), 1, 2, timeout_s=300).i
 """
 
 
-def test_a_worker_that_takes_no_part_in_the_first_exchange_is_named_and_the_trainer_lives():
+def test_worker_absent_from_the_first_nccl_exchange_is_named():
+    """The trainer names a worker that is absent from the first exchange at the deadline, and goes on."""
     port = free_port()
     with (
         running_python(TRAINER, port, 20, prefix=environment("trainer")) as trainer,

@@ -34,7 +34,8 @@ ORDERS = {"vllm": ((1, "keep"), (2, "keep")), "sglang": ((2, "retract"), (2, "in
 
 
 @pytest.mark.parametrize(("kind", "level", "pause_mode"), [(kind, *order) for kind in ORDERS for order in ORDERS[kind]])
-def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(request, kind, level, pause_mode, tmp_path):
+def test_each_colocated_step_may_use_its_own_client(request, kind, level, pause_mode, tmp_path):
+    """Sleep, wake-up and update may each come from a new client, and no running request is lost."""
     served = request.getfixturevalue(kind)
 
     def client():
@@ -58,7 +59,8 @@ def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(requ
             assert all(future.result()["finish_reason"] == "length" for future in running) and served.says(model)
 
 
-def test_an_engine_that_was_put_to_sleep_by_hand_is_woken_and_no_delta_builds_on_what_it_lost(vllm, tmp_path):
+def test_update_after_manual_sleep_wakes_engine_and_sends_all(vllm, tmp_path):
+    """An update wakes an engine put to sleep by hand, and no delta builds on the lost weights."""
     with sending("delta", tmp_path, vllm) as sender:
         for seed in (33, 34):
             model = tiny_model(seed)

@@ -22,7 +22,7 @@ RESULT = {
 }
 
 
-def test_every_cell_has_a_row_and_those_without_results_were_not_run():
+def test_every_cell_has_a_row_and_says_not_run_without_results():
     rows = [line for line in kinds_table([]).splitlines() if re.match(r"\| (vLLM|SGLang)", line)]
     assert len(rows) == len(CELLS)
     assert sum("not run" in row for row in rows) == sum(not cell.does_not_start for cell in CELLS)
@@ -30,7 +30,7 @@ def test_every_cell_has_a_row_and_those_without_results_were_not_run():
     assert len(set(starting)) == len(starting)
 
 
-def test_the_last_result_of_a_cell_counts_and_refusals_are_told_with_their_reasons():
+def test_last_result_of_a_cell_counts_and_refusals_show_reasons():
     table = kinds_table([{**RESULT, "outcome": "failed"}, RESULT])
     row = "| vLLM 0.32.0 | mixtral | one worker, float32 | {}, rehearsed | 1.0e-05, 2.0e-05, 0 | {} |"
     assert row.format("proved", "a step, experts") in table and "failed" not in table
@@ -44,7 +44,7 @@ def kit_row(**changes):
     return {**row, **changes}
 
 
-def test_the_kits_table_tells_models_apart_and_numbers_the_reasons(tmp_path):
+def test_kit_table_separates_models_and_numbers_the_reasons(tmp_path):
     failed = {"outcome": "failed", "reason": "http://127.0.0.1:8000/x is | off"}
     rows = [kit_row(**failed), kit_row(), kit_row(model="qwen3_moe", **failed), kit_row(kind="sglang", plugin="plugin")]
     rows.append(kit_row(case="test_other", promise="Other.", **failed))

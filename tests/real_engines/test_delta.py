@@ -64,7 +64,8 @@ def nudged(model, density, seed):
     return moved
 
 
-def test_with_the_engines_checkpoint_as_base_the_first_version_is_a_delta_already(served, tmp_path):
+def test_first_version_on_checkpoint_base_is_a_delta(served, tmp_path):
+    """With the engine's checkpoint as base, even the first version is sent as a delta."""
     model = served.model(0)
     with sending("delta", tmp_path, served, settings={"base": served.checkpoint}) as sender:
         for seed in (1, 2):
@@ -78,7 +79,8 @@ def test_with_the_engines_checkpoint_as_base_the_first_version_is_a_delta_alread
 @pytest.mark.parametrize(
     "encoding", ["auto", "ulp", "deltas_zstd", pytest.param("context", marks=pytest.mark.exhaustive)]
 )
-def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(served, tmp_path, encoding):
+def test_sparse_and_dense_deltas_give_trainer_outputs(served, tmp_path, encoding):
+    """After sparse and dense steps the running engine generates what the trainer's model would."""
     pid, model = served.server.pid, served.model(3)
     with sending("delta", tmp_path / "root", served, settings={"encoding": encoding}) as sender:
         served.assert_serves(model, sender.update_weights(model))
@@ -90,7 +92,8 @@ def test_sparse_and_dense_steps_land_and_the_engine_says_what_the_trainer_would(
     assert served.server.pid == pid and served.server.alive()
 
 
-def test_requests_in_flight_complete_while_versions_are_staged_and_land(served, tmp_path):
+def test_requests_in_flight_complete_during_delta_updates(served, tmp_path):
+    """Requests in flight complete and carry their versions while deltas are staged and applied."""
     model, over = served.model(8), Event()
 
     def requests(seed):
@@ -116,7 +119,8 @@ def test_requests_in_flight_complete_while_versions_are_staged_and_land(served, 
     served.assert_serves(model, report)
 
 
-def test_a_delta_on_another_base_is_refused_before_the_pause_and_the_next_update_recovers(served, tmp_path):
+def test_delta_on_wrong_base_is_refused_and_next_update_recovers(served, tmp_path):
+    """A delta on another base is refused before the pause; the next update sends a full version."""
     good = served.model(12)
     with sending("delta", tmp_path, served, settings={"encoding": "ulp"}) as sender:
         before = sender.update_weights(good).version
@@ -137,7 +141,7 @@ def test_a_delta_on_another_base_is_refused_before_the_pause_and_the_next_update
         served.assert_serves(last, sender.update_weights(last))
 
 
-def test_the_route_that_slimes_trainers_call_lands_versions_without_a_trainer(served, tmp_path):
+def test_slime_update_route_lands_versions_without_trainer(served, tmp_path):
     """The trainer only publishes; somebody else tells the engine."""
     chain, model = tmp_path / "chain", served.model(16)
     transport = tx.make_transport("delta", root=chain, encoding="deltas_zstd")

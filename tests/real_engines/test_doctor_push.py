@@ -29,7 +29,8 @@ def test_a_checkpoint_is_pushed(transport, served, checkpoint, tmp_path, capsys)
     assert served.version() == str(told["report"]["version"])
 
 
-def test_a_checkpoint_of_another_model_is_refused_while_the_server_generates(vllm, tmp_path, capsys):
+def test_push_of_another_models_checkpoint_is_refused(vllm, tmp_path, capsys):
+    """A push of another model's checkpoint is refused, and the server goes on generating as before."""
     before, version = vllm.tokens(), vllm.version()
     strange = tiny_checkpoint(tmp_path / "strange", hidden_size=64)
     told = command(capsys, "push", strange, "--engines", vllm.url, status=3)

@@ -85,7 +85,8 @@ def test_abort_ends_running_requests_and_says_so(served, tmp_path):
     assert served.says(tiny_model(36))
 
 
-def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(served, tmp_path):
+def test_in_flight_requests_complete_with_version_spans(served, tmp_path):
+    """Requests that run across an update complete and name the weight version of each token."""
     old, new = tiny_model(31), tiny_model(32)
     with sending("collective", tmp_path, served) as sender, ThreadPoolExecutor(4) as pool:
 
@@ -104,7 +105,8 @@ def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(serve
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
-def test_a_frozen_request_goes_on_with_new_weights_over_new_keys_or_those_that_are_kept(served, tmp_path, keep_cache):
+def test_frozen_request_continues_with_new_weights(served, tmp_path, keep_cache):
+    """A frozen request continues with new weights over recomputed keys, or kept ones with keep_cache."""
     old, new, attempts = tiny_model(71), tiny_model(72), count(20 if keep_cache else 120)
     with sending("disk", tmp_path, served, keep_cache=keep_cache) as sender, ThreadPoolExecutor(1) as pool:
 
@@ -166,7 +168,8 @@ def test_two_workers_refuse_and_go_on(tensor_parallel, tmp_path):
 
 @pytest.mark.parametrize("transport", ["disk", "collective", "delta", "ipc"])
 @pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
-def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):
+def test_sglang_and_vllm_engines_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):
+    """Engines of both makes and of different tensor-parallel sizes take the updates of one sender."""
     model, fleet = tiny_model(63), [tensor_parallel, vllm]
     with sending(transport, tmp_path, *fleet) as sender:
         for _ in range(3):
@@ -187,7 +190,8 @@ def test_discovery_tells_the_release_and_what_it_follows(served):
     assert engine.info() == info and served.running() == 0
 
 
-def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(served, checkpoint, tmp_path, capsys):
+def test_doctor_reports_ok_on_a_generating_server(served, checkpoint, tmp_path, capsys):
+    """The doctor command finds only ok rows, and the server generates the same tokens afterwards."""
     before = served.tokens()
 
     def found(*settings):
@@ -226,7 +230,8 @@ def test_the_log_has_no_warning_of_what_the_plugin_lacks(served):
     assert "torchrl_ext needs" not in log
 
 
-def test_the_log_of_updates_has_no_traceback_and_that_of_a_failure_has_one(vllm, tmp_path):
+def test_vllm_log_has_tracebacks_only_for_failures(vllm, tmp_path):
+    """The vLLM log has no traceback of good updates, and has the tracebacks of a failed call."""
     log = vllm.server.log_path
     begun = len(log.read_text())
     with sending("delta", tmp_path, vllm) as sender:

@@ -182,7 +182,8 @@ def differences(one, other):
 
 
 @pytest.mark.parametrize("cell", REFUSING)
-def test_an_engine_that_cannot_follow_says_why_before_any_weight_travels(cell, tmp_path, noted):
+def test_engine_that_cannot_follow_refuses_before_weights_travel(cell, tmp_path, noted):
+    """The update is refused with the reason, and the engine serves its old weights or stays paused."""
     trainer = Trainer(cell)
     with started(cell, tmp_path) as engine:
         note_start(noted, cell, engine)

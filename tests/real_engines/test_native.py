@@ -136,7 +136,8 @@ def broadcasting(served, **settings):
         sender.shutdown()
 
 
-def test_it_says_what_the_trainer_would_after_each_of_five_broadcasts(stock):
+def test_stock_engine_matches_the_trainer_after_each_broadcast(stock):
+    """After each of five broadcasts a stock engine generates the trainer's tokens in the same process."""
     (info,) = tx.discover(stock.url)
     assert info.transports == ("disk", "native") and info.stock
     pid = stock.server.pid
@@ -196,7 +197,8 @@ def half_an_update(sender, served, seed):
     assert [row.state for row in sender.engine.rows()] == ["paused"]
 
 
-def test_a_layer_that_was_filled_by_half_is_whole_after_the_next_update_of_this_trainer_or_another(stock):
+def test_half_loaded_layer_is_whole_after_the_next_update(stock):
+    """The next update, of this trainer or another one, completes a layer that was loaded by half."""
     pid, model = stock.server.pid, tiny_model(33)
     with broadcasting(stock, bucket_bytes=1) as sender:  # every tensor travels alone
         sender.update_weights(tiny_model(31))
@@ -216,7 +218,8 @@ def dies(url):
     sender_to("sglang", url).update_weights(source)
 
 
-def test_a_trainer_that_is_killed_half_way_is_followed_by_another_one(stock_sglang):
+def test_another_trainer_takes_over_from_a_killed_trainer(stock_sglang):
+    """After a trainer is killed during a broadcast, another trainer's update reaches the same server."""
     assert finished(calling(dies, stock_sglang.url)).returncode == -signal.SIGKILL
     model, pid = tiny_model(42), stock_sglang.server.pid
     with broadcasting(stock_sglang) as sender:
@@ -296,7 +299,8 @@ READERS = {"sglang": read_by_sglang, "vllm": read_by_vllm}
 
 @pytest.mark.parametrize("make", READERS)
 @given(params=PARAMS)
-def test_their_own_reader_takes_every_call_apart_into_the_same_bits(make, params):
+def test_stock_readers_unpack_every_call_to_the_same_bits(make, params):
+    """The readers of vLLM and of SGLang unpack every call into tensors with the same bits."""
     params = [ParamMeta(f"p{i}", meta.dtype, meta.shape) for i, meta in enumerate(params)]
     sent = {meta.name: any_bits(meta.dtype, *meta.shape, seed=at) for at, meta in enumerate(params)}
     (buckets, calls), found = layout_of(params, make, SIZE), {}

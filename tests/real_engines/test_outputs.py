@@ -37,7 +37,8 @@ def test_tokens_of_any_rank_count_and_no_cache_answers(served, tmp_path):
     engine.close()
 
 
-def test_an_engine_that_is_told_another_truth_is_paused_until_a_good_update(served, tmp_path):
+def test_engine_with_other_outputs_is_paused_until_a_good_update(served, tmp_path):
+    """An engine whose outputs differ from those of the probe stays paused until an update that agrees."""
     truth = tiny_model(8)
     probe = Probe(prompts=random_prompts(VOCAB), compute=lambda prompts: score(truth, prompts))
     with sending("disk", tmp_path, served, proving={**BY_OUTPUTS, "probe": probe}) as sender:
@@ -64,7 +65,7 @@ def test_bfloat16_weights_are_followed(bfloat16, tmp_path, transport):
             assert bfloat16.says(model)
 
 
-def test_a_bfloat16_engine_takes_float32_weights_only_with_a_cast(bfloat16, tmp_path):
+def test_bfloat16_engine_takes_float32_weights_only_with_a_cast(bfloat16, tmp_path):
     model = tiny_model(11, decided=True)
     with sending("disk", tmp_path / "plain", bfloat16) as sender:
         with pytest.raises(tx.WeightSyncError, match=r"would round it.*dtype=torch\.bfloat16"):

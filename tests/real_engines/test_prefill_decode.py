@@ -117,7 +117,8 @@ def counted(url, name):
 
 
 @pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_both_pools_serve_each_version_and_no_key_of_the_one_before(make, job, client, tmp_path, transport):
+def test_prefill_and_decode_pools_serve_each_version(make, job, client, tmp_path, transport):
+    """Both pools serve each new version, and no cached key of the version before."""
     actor = job.model("actor")
     (prefill,) = [info.url for info in actor.engines if info.worker_type == "prefill"]
     (decode,) = [info.url for info in actor.engines if info.worker_type == "decode"]

@@ -46,7 +46,8 @@ def changed(kind):
         ("rounded", r"model\.norm\.weight' arrives as float64"),
     ],
 )
-def test_parameters_that_cannot_land_are_refused_before_the_pause(served, tmp_path, transport, kind, words):
+def test_unfit_parameters_are_refused_before_pause(served, tmp_path, transport, kind, words):
+    """Unknown, missing, misshaped or float64 parameters are refused while the old weights serve."""
     good, last = tiny_model(51), tiny_model(53)
     with sending(transport, tmp_path, served) as sender:
         before = sender.update_weights(good).version
@@ -71,7 +72,8 @@ def assert_recovers_from_a_death(served, transport, root):
 
 
 @pytest.mark.parametrize("transport", ["collective", "ipc"])
-def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(served, transport, tmp_path):
+def test_next_update_recovers_engine_after_trainer_death(served, transport, tmp_path):
+    """After a trainer is killed in an update, the next update makes the paused engine serve."""
     assert_recovers_from_a_death(served, transport, tmp_path)
 
 
@@ -104,7 +106,8 @@ def test_damaged_files_are_refused_before_the_pause(served, tmp_path):
     assert served.says(good) and not served.paused()
 
 
-def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(served, tmp_path, monkeypatch):
+def test_files_damaged_during_pause_leave_engine_paused(served, tmp_path, monkeypatch):
+    """Files damaged during the pause leave the engine paused, as the error says, until the next update."""
     good, folder = tiny_model(71), tmp_path / "damaged"
     engine = tx.make_engine(served.kind, url=served.url)
     begin = engine.begin
@@ -125,7 +128,8 @@ def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_s
     assert not served.paused()
 
 
-def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_server_serves(served, tmp_path):
+def test_unreachable_master_fails_join_while_server_serves(served, tmp_path):
+    """A join to an unreachable master ends in an error, and the server answers throughout."""
     model, told = tiny_model(51), []
     with sending("disk", tmp_path, served) as sender:
         sender.update_weights(model)

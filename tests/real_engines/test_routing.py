@@ -146,7 +146,8 @@ def test_a_generation_has_the_tokens_of_one_without_a_pause(client, fleet, now, 
     until_met(lambda: client.run(paused()))
 
 
-def test_control_calls_are_refused_at_the_router_and_reach_every_server(client, routing, behind, fleet):
+def test_control_calls_reach_every_server_but_not_the_router(client, routing, behind, fleet):
+    """The router's address is refused for control calls, and the client's calls reach every server."""
     with pytest.raises(ConfigError, match="is a router"):
         tx.make_engine(behind[0], url=routing.url).pause()
     with pytest.raises(ConfigError, match="is a router"):
@@ -175,7 +176,8 @@ def test_least_lengths_reach_the_engine_through_sglangs_router(client, now):
 
 
 @only(*VLLM)
-def test_rollouts_that_are_frozen_during_an_update_go_on_and_each_token_has_its_version(client, fleet, now):
+def test_frozen_rollouts_go_on_after_update_with_versions(client, fleet, now):
+    """Rollouts that are frozen during an update go on, and each token has its version."""
     sender = tx.WeightSender(tx.make_transport("collective"), client.fleet())
     sender.update_weights(now.model)
     models = iter(tiny_model(seed) for seed in range(82, 200))
@@ -197,7 +199,7 @@ def test_rollouts_that_are_frozen_during_an_update_go_on_and_each_token_has_its_
     sender.shutdown()
 
 
-def test_rollouts_run_beside_syncs_and_every_token_has_its_version(client, routing, now, tmp_path):
+def test_rollouts_beside_syncs_have_a_version_per_token(client, routing, now, tmp_path):
     model, answers = tiny_model(1), []
     sender = tx.WeightSender(tx.make_transport("disk", root=str(tmp_path)), client.fleet())
     sender.register_model(model)

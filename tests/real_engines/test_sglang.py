@@ -29,7 +29,8 @@ def assert_untouched(served):
     assert served.says(served.model) and served.version() == str(served.report.version)
 
 
-def test_requests_that_are_paused_in_place_keep_the_update_away_unless_the_old_cache_is_accepted(serving, tmp_path):
+def test_in_place_pause_refuses_update_unless_cache_is_kept(serving, tmp_path):
+    """Requests paused in place refuse the update, unless keep_cache accepts the old cache."""
     model, root = tiny_model(57), tmp_path / "updates"
     with ThreadPoolExecutor(1) as pool, sending("disk", root, serving, pause_mode="in_place") as sender:
 
@@ -74,7 +75,7 @@ def test_requests_that_are_frozen_in_place_can_be_ended(serving):
     assert_untouched(serving)
 
 
-def test_a_delta_leaves_the_load_format_as_it_was_for_those_who_name_none(serving, tmp_path):
+def test_delta_update_leaves_sglang_load_format_unchanged(serving, tmp_path):
     """SGLang keeps the format of the last call for calls that name none; a delta of ours is no format of its own."""
     transport, model = tx.make_transport("delta", root=tmp_path / "chain"), tiny_model(58)
     format_before = serving.http.get("/model_info")["load_format"]

@@ -36,7 +36,7 @@ def tie(model):
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk", "collective", "ipc"])
-def test_two_values_for_a_tied_head_are_refused_and_equal_ones_serve(served, transport, tmp_path):
+def test_tied_head_refuses_two_values_and_serves_equal_ones(served, transport, tmp_path):
     def assert_serves(model):
         assert sender.engine.logprobs([PROMPT])[0] == pytest.approx(score(model, [PROMPT])[0], abs=NATS)
         assert not served.paused()

@@ -49,7 +49,8 @@ def turns(served, tmp_path):
         yield Turns(tmp_path, served.url, ends, logprobs)
 
 
-def test_whoever_sent_before_an_accepted_update_is_in_the_engine_and_none_needs_a_second_call(turns):
+def test_each_sender_updates_the_engine_after_each_other_sender(turns):
+    """An accepted update is in the engine whichever sender came before, and needs no second call."""
     senders = [turns.sender(route) for route in ROUTES]
     for place in each_after_each(len(senders)):
         senders[place].update()
@@ -57,15 +58,16 @@ def test_whoever_sent_before_an_accepted_update_is_in_the_engine_and_none_needs_
 
 
 @pytest.mark.parametrize(("route", "point"), POINTS)
-def test_a_trainer_that_dies_in_an_update_leaves_one_version_or_an_engine_that_refuses(turns, served, route, point):
+def test_engine_of_a_dead_trainer_serves_one_version_or_refuses(turns, served, route, point):
+    """An engine whose trainer dies in an update serves one whole version or refuses requests."""
     may_serve(turns, route, point, resume=f"{served.url}{RESUME[served.kind]}")
 
 
-def test_an_engine_that_holds_a_part_of_a_version_stays_paused_whoever_resumes_it(turns, served):
+def test_engine_with_a_partial_version_stays_paused_on_resume(turns, served):
     """The engine's own route is what a program of others calls."""
     refused = may_serve(turns, "collective", "tensor:20", resume=f"{served.url}{RESUME[served.kind]}")
     assert len(refused) == 4
 
 
-def test_no_order_of_calls_of_two_clients_serves_a_part_of_an_update(served, request, seeds):
+def test_two_clients_in_any_order_never_serve_a_partial_update(served, request, seeds):
     run_real(request, served.kind, served.url, seeds)

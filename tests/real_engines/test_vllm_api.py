@@ -78,7 +78,8 @@ def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(transport, reques
         assert all(min(report["rank_bytes"]) > 0 and not report["whole"] for report in found)
 
 
-def test_an_engine_that_holds_a_part_of_a_killed_trainers_version_does_not_resume(vllm, tmp_path):
+def test_partial_version_of_a_killed_trainer_blocks_resume(vllm, tmp_path):
+    """An engine with a part of a killed trainer's version refuses to resume until the next full update."""
     root, before = {"root": str(tmp_path / "root")}, vllm.version()
     with trainer(tmp_path, vllm.url, "delta", root, (8,), world=1, dies=True) as (killed,):
         assert killed.wait(WAIT_S) == 9

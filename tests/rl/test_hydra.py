@@ -42,7 +42,8 @@ def composed(*overrides):
         return compose("torchrl_ext_test", overrides=list(overrides))
 
 
-def test_the_name_of_a_transport_makes_a_scheme_with_it_and_torchrls_stay_where_they_were():
+def test_hydra_scheme_of_each_transport_name_is_built():
+    """Each transport's name in a config builds its scheme, and TorchRL's own default stays."""
     assert composed().weight_sync_scheme._target_ == "torchrl.weight_update.MultiProcessWeightSyncScheme"
     for name in tx.transports():
         scheme = instantiate(composed(f"weight_sync_scheme={name}").weight_sync_scheme)
@@ -50,7 +51,7 @@ def test_the_name_of_a_transport_makes_a_scheme_with_it_and_torchrls_stay_where_
         assert scheme.transport == name
 
 
-def test_the_fields_of_a_config_are_the_settings_of_what_it_makes():
+def test_config_fields_equal_settings_of_their_class():
     hydras = {"_target_", "_partial_", "_convert_"}
     by_the_scheme = {"master_address", "rank", "world_size", "vllm_engine"}
     moved = set().union(*(inspect.signature(transports.load(name)).parameters for name in tx.transports()))
@@ -117,7 +118,8 @@ def test_a_config_that_cannot_work_is_refused_with_the_reason(group, overrides, 
         instantiate(composed(*default, *(group + override for override in overrides))[group])
 
 
-def test_settings_that_cannot_work_together_are_refused_with_the_reason(tmp_path):
+def test_scheme_with_unknown_encoding_is_refused(tmp_path):
+    """A scheme whose config names an unknown encoding is refused when its transport is made."""
     config = composed("weight_sync_scheme=delta", "weight_sync_scheme.encoding=morse")
     scheme = instantiate(config.weight_sync_scheme)
     with pytest.raises(tx.errors.ConfigError, match="morse"):
@@ -153,7 +155,8 @@ def test_one_import_is_enough():
     assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found
 
 
-def test_without_hydra_there_are_no_groups_and_the_options_need_none():
+def test_options_work_without_hydra_installed():
+    """Options work without hydra-core; importing the hydra groups raises a ConfigError that names it."""
     python(
         "import sys, torch, torchrl_ext as tx; tx.DiskTransport\n"
         "assert tx.WeightUpdateConfig().transport_config().name == 'collective'\n"

@@ -144,7 +144,8 @@ class Trained:
 @pytest.mark.parametrize("name", ["memory", "disk", "delta"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("step", [*BEFORE_THE_PAUSE, *IN_THE_PAUSE])
-def test_a_step_that_fails_leaves_one_version_in_service_and_the_next_update_is_right(name, step, moment, tmp_path):
+def test_failing_step_leaves_one_version_in_service(name, step, moment, tmp_path):
+    """A step that fails leaves one version in service, and the next update is right."""
     trained = Trained(name, tmp_path)
     for error in (RuntimeError, KeyboardInterrupt):  # in a first update, and in one after others
         trained.fails(step, moment, error)
@@ -156,7 +157,7 @@ def test_a_step_that_fails_leaves_one_version_in_service_and_the_next_update_is_
 
 @pytest.mark.parametrize("name", ["memory", "disk", "delta"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_fails_once_a_version_is_in_service_is_logged_and_is_no_failure(name, moment, tmp_path, caplog):
+def test_failure_after_a_version_is_in_service_is_only_logged(name, moment, tmp_path, caplog):
     trained = Trained(name, tmp_path)
     for _ in range(2):
         trained.fault.step, trained.fault.moment, trained.fault.error = "served", moment, OSError

@@ -111,7 +111,8 @@ def test_a_background_step_is_in_order_with_the_engines_stream(lagging):
         assert found["staged"].tolist() == [2.0] * 4
 
 
-def test_a_failure_of_one_is_heard_by_all_also_one_beside_the_engines_work(engine):
+def test_failure_of_one_worker_reaches_all_workers(engine):
+    """All workers answer with the failure of one, also with that of a step in the background."""
     ends, _, handle = engine
     steps = {"prefetch": Prefetch(version=1), "confirm": Prefetch(version=2), "start": Start()}
     for number, (step, message) in enumerate(steps.items()):
@@ -127,7 +128,8 @@ def test_a_failure_of_one_is_heard_by_all_also_one_beside_the_engines_work(engin
         assert [str(error) for error in answers] == [f"worker {failing}: ZeroDivisionError: division by zero."] * 2
 
 
-def test_a_world_without_room_is_refused_before_anything_is_joined(engine):
+def test_join_to_a_world_without_room_is_refused(engine):
+    """Ranks that do not fit into the world are refused before a worker joins a group."""
     _, _, handle = engine
     transport = tx.MemoryTransport()
     assert all("no step has been started" in str(error) for error in handle(Poll()))
@@ -149,7 +151,8 @@ def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
     assert aborted.is_set() and idle(handle) == [{}, {}] and sorted(begun) == [1, 1, 2, 2]
 
 
-def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(engine, tmp_path, monkeypatch):
+def test_staged_changes_are_dropped_after_the_engines_own_load(engine, tmp_path, monkeypatch):
+    """Changes that are staged while the engine loads other weights never land on those weights."""
     ends, held, handle = engine
     policy, transport = nn.Linear(3, 2), tx.DeltaTransport(tmp_path)
 
@@ -191,7 +194,8 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
     transport.shutdown()
 
 
-def test_workers_say_which_they_are_what_they_can_follow_and_the_least_that_one_of_them_proves(engine, monkeypatch):
+def test_workers_report_rank_transports_and_weakest_proof(engine, monkeypatch):
+    """Workers report their rank, the transports they can follow and the weakest proof among them."""
     _, held, handle = engine
 
     def proof(loader):

@@ -47,7 +47,8 @@ def trainer(tmp_path):
     trainer.sender.shutdown()
 
 
-def test_a_logger_of_torchrl_has_every_scalar_by_version_and_the_number_of_failures(trainer, tmp_path):
+def test_torchrl_logger_gets_scalars_and_failures_by_version(trainer, tmp_path):
+    """A TorchRL logger gets every scalar by version, and the number of failures."""
     logger = CSVLogger("run", log_dir=str(tmp_path / "logs"))
     trainer.sender.log_to(logger)
     first = trainer.update()
@@ -67,7 +68,8 @@ def test_a_logger_of_torchrl_has_every_scalar_by_version_and_the_number_of_failu
     assert column("sync/engines_serving") == dict(zip(versions, (1.0, 0.0, 1.0), strict=True))
 
 
-def test_a_function_gets_each_report_and_one_that_raises_is_a_warning(trainer, caplog):
+def test_log_function_gets_reports_and_an_error_is_a_warning(trainer, caplog):
+    """A log function gets each report; one that raises causes a warning and no failed update."""
     got = []
 
     def broken(report):

@@ -56,7 +56,8 @@ def server(request):
         yield found
 
 
-def test_a_version_is_what_peft_saves_and_engines_serve_the_newest(server, policy, tmp_path):
+def test_adapter_version_equals_peft_files_and_newest_is_served(server, policy, tmp_path):
+    """A version holds the files that PEFT saves, and engines serve the newest version."""
     adapters = tx.LoraPublisher(tmp_path / "root", server.client)
     policy.save_pretrained(tmp_path / "saved")
     expected = load_file(tmp_path / "saved/adapter_model.safetensors")
@@ -76,7 +77,8 @@ def test_a_version_is_what_peft_saves_and_engines_serve_the_newest(server, polic
         again.unload(NAME)
 
 
-def test_an_engine_that_fails_is_named_with_what_it_serves_and_its_files_stay(policy, tmp_path):
+def test_engine_that_fails_adapter_is_named_and_keeps_its_files(policy, tmp_path):
+    """The error names the failing engine; its older adapter is restored and its files stay."""
     with serving("vllm") as good, serving("sglang") as bad:
         adapters = tx.LoraPublisher(tmp_path, Fleet([good.client, bad.client]), keep=1)
         first = adapters.publish(NAME, policy)

@@ -66,9 +66,8 @@ def serve(checkpoint, port):
         *(("collective", point) for point in ("connect", "rehearse", "prefetch", "load")),
     ],
 )
-def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_back(
-    name, point, steady, checkpoint, tmp_path
-):
+def test_killed_engine_is_reported_and_catches_up_on_restart(name, point, steady, checkpoint, tmp_path):
+    """The report names the killed engine, the other serves the update, and the restarted one catches up."""
     policy, port = tiny_model(seed=1), free_port()
     transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
     with serve(checkpoint, port) as server:
@@ -96,7 +95,8 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
 
 
 @pytest.mark.parametrize("name", ["delta", "collective"])
-def test_one_that_is_killed_while_it_joins_a_fleet_keeps_the_version_from_nobody(name, steady, checkpoint, tmp_path):
+def test_engine_killed_while_joining_does_not_block_the_others(name, steady, checkpoint, tmp_path):
+    """An engine that is killed while it joins a fleet is reported, and the other engine gets the version."""
     policy = tiny_model(seed=1)
     transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
     fleet = Fleet([tx.make_engine("embedded", url=steady.url)])

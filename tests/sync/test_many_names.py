@@ -32,7 +32,8 @@ def updates(transport, weights, **settings):
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-def test_loads_do_not_list_the_parameters_that_workers_know_from_the_join(transport, tmp_path, monkeypatch):
+def test_load_messages_do_not_list_parameters_again(transport, tmp_path, monkeypatch):
+    """The size of a load message does not grow with the parameters that the join message listed."""
     sizes, handle = {}, WeightReceiver.handle
 
     def handled(receiver, message):
@@ -47,7 +48,8 @@ def test_loads_do_not_list_the_parameters_that_workers_know_from_the_join(transp
     assert sizes[200, "load"] < 1.1 * sizes[50, "load"] < 1000
 
 
-def test_names_of_a_model_are_spelled_once_for_all_deltas_until_its_memory_is_given_up(tmp_path, monkeypatch):
+def test_model_names_are_spelled_once_for_all_deltas(tmp_path, monkeypatch):
+    """Names of a model are spelled once for all deltas, and again after its memory was replaced."""
     made, init = Counter(), hf_names.Spelling.__init__
 
     def counted(*given):

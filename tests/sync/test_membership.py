@@ -62,7 +62,8 @@ def die(client):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", ["delta", pytest.param("disk", marks=pytest.mark.exhaustive)])
-def test_any_change_at_any_step_leaves_the_update_to_who_was_there_and_the_next_one_has_it(name, step, tmp_path):
+def test_membership_change_applies_to_next_update(name, step, tmp_path):
+    """Engines that join or leave during any step of an update do so from the next update on."""
     policy, (first, one), (second, two), (third, three) = model(0), engine(1, "a"), engine(2, "b"), engine(3, "c")
     with transport(name, tmp_path) as data:
         fleet = Fleet([first, second])

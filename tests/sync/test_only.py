@@ -57,7 +57,8 @@ class TestWhichTensors:
         model = tiny_model(0, tie_word_embeddings=True)
         assert named("lm_head.weight", as_source(model)) == {"model.embed_tokens.weight"}
 
-    def test_a_transport_of_whole_models_refuses_a_part_before_it_sends_anything(self, tmp_path):
+    def test_whole_model_transport_refuses_partial_update(self, tmp_path):
+        """A transport of whole models refuses `only` before it sends anything."""
         sender = tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(policy()))
         with pytest.raises(ConfigError, match="whole models only"):
             sender.update_weights(policy(), only=["a.bias"])
@@ -192,7 +193,8 @@ def change(module):
 
 
 class TestSender:
-    def test_what_changed_outside_of_the_part_does_not_arrive_before_a_whole_update(self):
+    def test_partial_update_leaves_other_changes_to_whole_update(self):
+        """Changes outside of `only` do not arrive before the next whole update."""
         trained, served = policy(), nn.ModuleDict({"x": policy()})
         sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), mapper={r"(.*)": r"x.\1"})
         sender.register_model(trained)
@@ -205,7 +207,9 @@ class TestSender:
         assert not sender.update_weights().part
         assert torch.equal(served["x"]["a"].weight, trained["a"].weight)
 
-    def test_an_engine_that_is_lost_and_was_told_of_does_not_keep_the_others_from_parts(self):
+    def test_lost_engine_does_not_keep_other_engines_from_parts(self):
+        """After a reported loss of one engine, the others still take parts; its return sends everything."""
+
         class Losing(InProcessEngine):
             lost = False
 

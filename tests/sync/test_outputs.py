@@ -64,14 +64,16 @@ def hand_made(model, prompts):
 
 
 class TestScore:
-    def test_it_is_what_the_model_says_of_each_token_after_those_before_it(self):
+    def test_score_equals_log_probability_of_each_next_token(self):
+        """The score of a token is the model's log-probability of this token after the preceding tokens."""
         model, prompts = tiny_model(5), random_prompts(VOCAB, sequences=3, tokens=9)
         largest, mean = gaps(hand_made(model, prompts), score(model, prompts))
         assert 0 <= mean <= largest < 1e-4
         probable = [row for row in score(model, prompts)[0] if row > math.log(0.5)]
         assert not probable  # random tokens: none of them is the best one
 
-    def test_it_runs_in_evaluation_mode_and_leaves_every_mode_as_it_was(self):
+    def test_score_uses_eval_mode_and_restores_module_modes(self):
+        """Scoring runs in evaluation mode and restores the training mode of every module."""
         model = tiny_model(5, attention_dropout=0.5).train()
         model.model.layers[0].eval()
         prompts = random_prompts(VOCAB)
@@ -115,14 +117,16 @@ class TestProbe:
         assert [len(prompt) for prompt in prompts] == [16, 16]
         assert all(0 <= token < VOCAB for prompt in prompts for token in prompt)
 
-    def test_a_function_that_returns_something_else_ends_the_update_before_any_engine_hears_of_it(self):
+    def test_probe_function_with_wrong_result_shape_ends_the_update(self):
+        """A probe function that returns the wrong number of rows ends the update before any engine is paused."""
         engine = InProcessEngine(tiny_model(0))
         with sending(engine, probe=lambda prompts: [[-1.0]]) as sender:
             with pytest.raises(UpdateError, match=r"\[1\] log-probabilities.*\[15, 15\]"):
                 sender.update_weights(tiny_model(1))
             assert engine.serving.is_set() and engine.rows()[0].version is None
 
-    def test_the_registered_model_is_the_trainers_side_of_an_update_from_tensors(self):
+    def test_registered_model_scores_updates_from_plain_tensors(self):
+        """An update from a dict of tensors is scored by the registered model and refused without one."""
         policy = tiny_model(4)
         with sending(InProcessEngine(tiny_model(0))) as sender:
             with pytest.raises(UpdateError, match=r"does not report the size of its vocabulary.*Probe\("):
@@ -159,7 +163,8 @@ class TestSettings:
 
 
 class TestReport:
-    def test_every_update_has_the_gaps_of_its_engine_and_the_time_it_took(self):
+    def test_every_update_reports_gaps_and_probe_time(self):
+        """Each report has the gaps of its engine and the time that the probe took."""
         with sending(InProcessEngine(tiny_model(0))) as sender:
             for seed in (1, 2, 3):
                 report = sender.update_weights(tiny_model(seed))
@@ -169,7 +174,8 @@ class TestReport:
                 assert 0 < report.spans["probe"] <= report.spans["total"]
                 assert row.proof == "outputs"
 
-    def test_without_a_bound_gaps_are_reported_and_nothing_is_refused_and_one_without_end_survives_json(self):
+    def test_gaps_without_bound_are_reported_but_never_refused(self):
+        """Without max_gap any gap is reported and none is refused; an infinite gap survives JSON."""
         liar = Lying(by=math.nan)
         with sending(liar.engine, max_gap=None) as sender:
             report = sender.update_weights(tiny_model(1))
@@ -188,7 +194,8 @@ class TestReport:
 
 class TestLiars:
     @pytest.mark.parametrize(("by", "far"), [(0.3, r"max_gap is 0\.001"), (math.nan, "not all finite")])
-    def test_an_engine_that_computes_something_else_is_paused_until_a_good_update(self, by, far):
+    def test_engine_with_wrong_outputs_is_paused_until_a_good_update(self, by, far):
+        """An engine whose outputs differ from the trainer's stays paused until an update with equal outputs."""
         liar = Lying(by=by)
         with sending(liar.engine) as sender:
             with pytest.raises(UpdateError, match=f"liar computes other outputs.*{far}") as told:
@@ -248,7 +255,9 @@ class TestLiars:
         (record,) = [one for one in caplog.records if "silent gave no log-prob" in one.getMessage()]
         assert bool(record.exc_info) == traced and "no room" in record.getMessage()
 
-    def test_a_kind_of_engine_without_log_probabilities_is_refused_while_it_serves_what_it_served(self):
+    def test_engine_without_logprobs_is_refused_and_keeps_serving(self):
+        """An engine that computes no log-probabilities is refused and keeps serving its previous weights."""
+
         class Mute(InProcessEngine):
             logprobs = tx.EngineClient.logprobs
 
@@ -313,7 +322,8 @@ class TestEmbedded:
         engine.close()
 
 
-def test_the_least_of_several_proofs_is_sent_where_one_is_unknown():
+def test_weakest_of_several_proofs_is_reported():
+    """The weakest of several proofs is reported; an unknown proof or no proof counts as sent."""
     for at, proof in enumerate(PROOFS):
         assert least(PROOFS[at:]) == least(reversed(PROOFS[at:])) == proof
     assert least(()) == least((PROOFS[-1], "of another release")) == "sent"

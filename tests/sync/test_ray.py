@@ -128,7 +128,7 @@ def test_engines_in_actors_of_another_node_follow_the_trainer(actors, transport)
         sender.shutdown()
 
 
-def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version(actors, tmp_path):
+def test_dead_actor_is_reported_and_the_other_serves_the_version(actors, tmp_path):
     handles = [actors(EngineActor, make_net) for _ in range(2)]
     policy = make_net(seed=1)
     engine = tx.make_engine("ray", engine=handles)
@@ -205,7 +205,8 @@ def service(cluster):
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_requests_go_on(service, transport):
+def test_asyncvllm_replicas_follow_and_running_requests_go_on(service, transport):
+    """Replicas of `AsyncVLLM` generate the trainer's tokens after an update, and running requests go on."""
     policy, engine = talker(1), tx.make_engine("ray", engine=service, timeout_s=WAIT_S)
     sender = tx.WeightSender(tx.make_transport(transport), engine)
     sender.register_model(policy)
@@ -229,7 +230,8 @@ def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_request
         sender.shutdown()
 
 
-def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, tmp_path):
+def test_llm_in_a_torchrl_ray_worker_follows_the_trainer(cluster, tmp_path):
+    """An LLM in a `RayLLMWorker` generates the trainer's tokens after each update."""
     worker, policy = RayLLMWorker(ray.remote(num_cpus=0)(Alone).remote(), 1, "net"), talker(1)
     sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path), as_engine(worker))
     try:

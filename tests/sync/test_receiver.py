@@ -52,7 +52,7 @@ def test_alone_a_loader_is_told_when_a_load_begins_and_ends(name, tmp_path):
     transport.shutdown()
 
 
-def test_torchrls_llm_wrappers_stand_for_the_model_inside_on_both_ends(tmp_path):
+def test_torchrl_llm_wrapper_stands_for_its_model_on_both_ends(tmp_path):
     from torchrl.modules.llm import TransformersWrapper
 
     def wrapped(seed):
@@ -104,7 +104,8 @@ def test_no_part_lands_beside_weights_that_were_applied_directly():
     assert sender.update_weights(only="bias").part, "what was refused changed nothing"
 
 
-def test_another_model_gets_everything_once_the_trainer_joined_for_it():
+def test_newly_registered_model_gets_a_full_version_after_join():
+    """A model registered later gets all of the weights once the trainer has joined for it."""
     policy, other = nn.Linear(3, 2), nn.Linear(3, 2)
     receiver = tx.WeightReceiver()
     with pytest.raises(NotConnectedError, match=r"register_model"):
@@ -140,7 +141,8 @@ class Whole(WeightLoader):
         return {name: tensor_digest(tensor) for name, tensor in self.live.items()}
 
 
-def test_a_loader_that_takes_whole_tensors_needs_no_method_for_anything_else(tmp_path):
+def test_whole_tensor_loader_needs_no_other_load_methods(tmp_path):
+    """A loader that takes whole tensors needs no methods for blocks or changes."""
     loader, policy = Whole({"weight": torch.zeros(20, 30)}), {"weight": torch.zeros(20, 30)}
     for transport in (tx.DeltaTransport(tmp_path), tx.MemoryTransport()):
         sender = tx.WeightSender(transport, InProcessEngine(tx.WeightReceiver(loader)))
@@ -236,7 +238,7 @@ def test_a_full_version_is_read_back_from_the_model(transport, tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk", "memory"])
-def test_a_model_without_memory_is_refused_before_anything_is_sent(transport, tmp_path):
+def test_model_on_the_meta_device_is_refused_before_any_send(transport, tmp_path):
     root = {} if transport == "memory" else {"root": tmp_path}
     engine = tx.make_engine("inprocess", engine=nn.Linear(3, 2, device="meta"))
     with tx.WeightSender(tx.make_transport(transport, **root), engine) as sender:

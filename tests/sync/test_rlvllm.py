@@ -68,7 +68,8 @@ def sender_to(engine, name, tmp_path, policy):
 
 
 @pytest.mark.parametrize("make", [as_engine, lambda engine: tx.make_engine("ray", engine=engine)])
-def test_another_implementation_of_torchrls_interface_is_refused_untouched(make):
+def test_other_rlvllmengine_implementation_is_refused(make):
+    """An unknown implementation of RLvLLMEngine is refused, and none of its methods is called."""
     with pytest.raises(ConfigError, match="Other implements RLvLLMEngine"):
         make(engine := Other())
     assert engine.calls == 0
@@ -82,7 +83,8 @@ def test_deadlines_reach_an_llm_in_torchrls_wrapper():
         sender.update_weights(policy)
 
 
-def test_a_replica_that_holds_something_else_is_not_hidden_by_another(tmp_path):
+def test_replica_with_other_weights_fails_the_update(tmp_path):
+    """A replica with other weights fails the update even if another replica confirms the version."""
     engine = tx.make_engine("inprocess", engine=Replicas(talker(0), "torchrl_ext"))
     with pytest.raises(UpdateError, match=r"does not confirm version 1: .*another"):
         sender_to(engine, "disk", tmp_path, policy := talker(1)).update_weights(policy)
@@ -111,7 +113,8 @@ def test_an_llm_in_torchrls_wrapper_says_what_the_trainer_says(transport, backen
     assert llm.backends == list(dict.fromkeys([backend, "torchrl_ext"]))  # and ours was asked for at most once
 
 
-def test_an_engine_whose_environment_lacks_our_plugin_says_what_is_missing(tmp_path):
+def test_engine_without_our_plugin_gets_an_install_hint(tmp_path):
+    """An engine whose environment lacks our plugin fails the update with an error that names the remedy."""
     llm, policy = LLM(talker(0), "nccl", plugin=False), talker(1)
     for name in ("ray", "inprocess"):
         engine = tx.make_engine(name, engine=LocalLLMWrapper(llm, 1, "net"))
@@ -137,7 +140,8 @@ class Plain:
 
 
 @pytest.mark.parametrize("kind", [Serving, Plain])
-def test_an_actor_with_coroutines_answers_by_a_thread_and_others_at_once(kind):
+def test_async_actor_answers_by_thread_and_plain_actor_at_once(kind):
+    """An actor with coroutines answers through a thread, a plain actor in the call itself."""
     held, open_port = kind(), partial(ray._open, pick=operator.attrgetter("model"))
     found = ray.begin(held, open_port, "client", "job", operator.methodcaller("state"))
     assert (found is None) == (kind is Serving)

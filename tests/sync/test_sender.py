@@ -78,7 +78,8 @@ class TestReport:
         assert 0 < row.pause_s <= report.spans["total"]
         assert json.loads(json.dumps(report.to_json()))["engines"][0]["state"] == "serving"
 
-    def test_without_an_engine_nothing_was_verified_and_a_receiver_gets_it(self, transport):
+    def test_update_without_an_engine_is_unverified_but_received(self, transport):
+        """A sender without an engine reports nothing as verified, and a receiver gets the version."""
         policy, held = nn.Linear(3, 2), nn.Linear(3, 2)
         report = tx.WeightSender(transport).update_weights(policy)
         assert not report.verified
@@ -102,7 +103,9 @@ class TestRegistration:
         with pytest.raises(NotConnectedError, match="keep the policy alive"):
             sender.update_weights()
 
-    def test_collectors_count_accepted_updates_alone_and_are_held_weakly(self, transport, caplog):
+    def test_collectors_count_accepted_updates_and_are_weakly_held(self, transport, caplog):
+        """Collectors count only updates that an engine accepted, and the sender does not keep them alive."""
+
         class Broken(Collector):
             def increment_version(self):
                 raise RuntimeError("this collector was shut down")
@@ -122,7 +125,8 @@ class TestRegistration:
                 gc.collect()
         assert "this collector was shut down" in caplog.text
 
-    def test_metadata_may_be_given_or_derived_and_an_engine_may_come_late(self, transport):
+    def test_init_group_derives_metadata_and_takes_a_late_engine(self, transport):
+        """Metadata may be given or derived from the model, and an engine may be given after construction."""
         policy = nn.Linear(2, 3)
         for metadata in ({"weight": (torch.float32, (3, 2)), "bias": (torch.float32, torch.Size([3]))}, None):
             sender = tx.WeightSender(transport, verify=False)
@@ -141,7 +145,9 @@ class TestFailures:
             sender.update_weights(nn.Linear(3, 2))
         assert told.value.report.version == 1
 
-    def test_an_engine_whose_bytes_are_not_the_trainers_does_not_serve_them(self, transport):
+    def test_engine_with_bytes_unlike_the_trainers_does_not_serve(self, transport):
+        """An engine whose weights differ from what the trainer sent fails the update and stays paused."""
+
         class Forgetful(TensorsLoader):
             def finish(self):
                 with torch.no_grad():
@@ -187,7 +193,8 @@ class Passes(tx.WeightSource):
             yield f"w{i}", torch.full((3,), float(i))
 
 
-def test_a_failed_update_reports_nothing_of_the_one_before_it_and_has_one_state(tmp_path):
+def test_failed_update_has_a_report_of_its_own(tmp_path):
+    """A failed update's report holds no figures of the update before, and its error names one state."""
     policy = {"w": torch.randn(100_000)}
     _, engine = stubborn_engine({"w": torch.zeros(100_000)})
     sender = tx.WeightSender(tx.DeltaTransport(tmp_path), Fleet([engine]))
@@ -218,7 +225,8 @@ class TestAlone:
             assert all(torch.equal(received[name], tensor) for name, tensor in model.named_parameters())
             assert transport.received_version == 2
 
-    def test_an_update_that_is_refused_beside_another_one_reads_nothing_and_leaves_its_report_alone(self, transport):
+    def test_concurrent_update_is_refused_and_reads_no_weights(self, transport):
+        """An update refused during another one reads no weights and leaves the other one's report alone."""
         refused = Passes()
 
         class Beside(Passes):
@@ -235,7 +243,9 @@ class TestAlone:
         assert report.spans["prepare"] > 0
 
 
-def test_a_sender_lets_go_of_its_transport_also_where_the_engine_does_not_let_go(tmp_path):
+def test_shutdown_frees_the_transport_when_the_engine_fails(tmp_path):
+    """A sender whose engine fails to close still shuts down its transport, and another may publish."""
+
     class Stuck(InProcessEngine):
         def close(self):
             raise TransportError("the engine does not answer")
@@ -259,12 +269,12 @@ class TestArguments:
             (lambda: (tx.MemoryTransport(), nn.Linear(2, 2)), "engine is a Linear"),
         ],
     )
-    def test_something_else_than_a_transport_or_an_engine_is_refused_by_its_name(self, arguments, words):
+    def test_wrong_transport_or_engine_type_is_refused_by_name(self, arguments, words):
         with pytest.raises(ConfigError, match=words):
             tx.WeightSender(*arguments())
 
     @pytest.mark.parametrize(("rank", "connects"), [(0, True), (1, False)])
-    def test_rank_0_connects_to_an_engine_that_is_given_by_its_address(self, monkeypatch, rank, connects):
+    def test_only_rank_0_connects_to_an_engine_address(self, monkeypatch, rank, connects):
         engine, asked = InProcessEngine(nn.Linear(2, 2)), []
         monkeypatch.setattr("torchrl_ext.sync.sender.connect", lambda *urls: asked.append(urls) or engine)
         sender = tx.WeightSender(tx.MemoryTransport(), "host:8000", rank=rank)
@@ -283,7 +293,8 @@ class TestFleet:
         with pytest.raises(ConfigError, match="engine 1 is listed twice"):
             Fleet([Fleet([a, b]), b])
 
-    def test_one_that_fails_has_its_own_row_the_others_serve_and_no_version_that_is_served_is_pruned(self, tmp_path):
+    def test_failed_fleet_member_has_a_row_and_the_others_serve(self, tmp_path):
+        """A failed engine has its own row, the others serve, and no version in service is pruned."""
         served = [nn.Linear(3, 2) for _ in range(3)]
         loader, stubborn = stubborn_engine(served[1], url="engine 1")
         others = (InProcessEngine(served[n], url=f"engine {n}") for n in (0, 2))
@@ -306,7 +317,8 @@ class TestFleet:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_replaced_sender_that_shuts_down_leaves_the_engine_to_the_new_one(shared, tmp_path, caplog):
+def test_shutdown_of_a_replaced_sender_keeps_the_new_one_joined(shared, tmp_path, caplog):
+    """A replaced sender that shuts down leaves the engine joined to the new sender."""
     served, policy = nn.Linear(3, 2), nn.Linear(3, 2)
     receiver = tx.WeightReceiver(served)
     client = InProcessEngine(receiver)
@@ -324,7 +336,7 @@ def test_a_replaced_sender_that_shuts_down_leaves_the_engine_to_the_new_one(shar
     assert equal(policy, served) and client.serving.is_set()
 
 
-def test_an_engine_that_refuses_to_join_keeps_its_version_in_its_row(tmp_path):
+def test_engine_that_refuses_to_join_keeps_version_in_its_row(tmp_path):
     with FakeEngine("embedded") as fake:
         fake.label = "84"
         with tx.WeightSender(tx.DiskTransport(tmp_path), tx.connect(fake.url)) as sender:

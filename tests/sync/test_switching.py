@@ -69,7 +69,8 @@ def pausing_in_the_fifth_pass(engine):
 
 
 class TestModule:
-    def test_a_state_dict_is_copied_in_place_and_what_it_leaves_out_stays(self):
+    def test_state_dict_is_copied_in_place_and_may_be_partial(self):
+        """A state dict is copied into the module's memory; parameters absent from it keep their values."""
         served, other = nn.Linear(3, 2), nn.Linear(3, 2)
         before = [parameter.data_ptr() for parameter in served.parameters()]
         engine = tx.make_engine("inprocess", engine=served)
@@ -137,7 +138,8 @@ class TestModule:
         run(engine.update_model_weights(tmp_path))
         assert engine.serving.is_set() and same(served, weights[1])
 
-    def test_two_clients_of_one_module_know_of_each_others_pauses_and_updates(self):
+    def test_two_clients_of_one_module_share_pauses_and_updates(self):
+        """Two clients of one module see each other's pauses and build on each other's updates."""
         served, policy = nn.Linear(3, 2), nn.Linear(3, 2)
         one, other = (tx.make_engine("inprocess", engine=served) for _ in range(2))
         assert one.pause() and not other.pause() and not other.serving.is_set()
@@ -172,7 +174,8 @@ class TestEmbedded:
         (output,) = submitted(engine, 8).result(60)
         return list(output.token_ids)
 
-    def test_a_checkpoint_by_path_and_back_and_none_of_another_model_or_in_its_sleep(self, engine, place):
+    def test_checkpoint_switch_refuses_other_model_or_asleep_engine(self, engine, place):
+        """A checkpoint path switches the weights; another model's checkpoint or a sleeping engine fails."""
         online = tx.make_engine("inprocess", engine=engine, pause_mode="wait")
         for seed in (1, 0):
             report = run(online.update_model_weights(place / f"seed{seed}"))
@@ -185,9 +188,8 @@ class TestEmbedded:
         engine.wake_up(None)
         assert self.says(engine) == greedy(tiny_model(0), PROMPT, 8)
 
-    def test_weights_of_another_sender_are_neither_kept_nor_put_back_by_guess(
-        self, engine, place, tmp_path, monkeypatch
-    ):
+    def test_other_senders_weights_need_whole_checkpoint_to_switch(self, engine, place, tmp_path, monkeypatch):
+        """After another sender's update, a switch needs a whole checkpoint and a failed one restores nothing."""
         online, layer = tx.make_engine("inprocess", engine=engine), {"lm_head.weight": torch.zeros(512, 128)}
         trainer = tx.WeightSender(tx.make_transport("disk", root=tmp_path), tx.make_engine("inprocess", engine=engine))
         for before in ("nothing", "a switch"):
@@ -237,9 +239,8 @@ class TestEmbedded:
         assert self.says(engine) == greedy(model, PROMPT, 8)
 
     @pytest.mark.parametrize("kept", [False, True])
-    def test_a_frozen_request_goes_on_with_its_keys_where_they_are_to_be_kept_and_else_without(
-        self, engine, place, kept
-    ):
+    def test_frozen_request_keeps_kv_cache_only_with_keep_cache(self, engine, place, kept):
+        """A frozen request goes on over its old KV cache with keep_cache, and recomputes it without."""
         online, frozen = tx.make_engine("inprocess", engine=engine, keep_cache=kept), pausing_in_the_fifth_pass(engine)
         old, new = tiny_model(0), tiny_model(1)
         running = submitted(engine, 24)
@@ -284,7 +285,9 @@ class TestVLLM:
 
         run(main())
 
-    def test_an_engine_that_fails_before_the_load_serves_again_and_the_error_is_ours(self, folders):
+    def test_engine_serves_again_after_failed_pause(self, folders):
+        """An engine whose pause fails before the load raises EngineRefusedError and serves again."""
+
         async def main():
             llm, engine = self.served(folders)
             llm.fake.inject("lose", "POST /pause")
@@ -295,9 +298,9 @@ class TestVLLM:
         run(main())
 
     @pytest.mark.parametrize(("after", "sees"), [(1, False), (3, True), (10**9, False)])
-    def test_all_that_was_computed_with_older_weights_is_dropped_and_no_refusal_is_overheard(
-        self, folders, after, sees
-    ):
+    def test_drop_cached_retries_refused_resets_until_deadline(self, folders, after, sees):
+        """The prefix cache is reset until vLLM agrees; refusals up to the deadline raise an error."""
+
         async def main():
             (llm, engine), asked = self.served(folders), []
 
@@ -320,7 +323,9 @@ class TestVLLM:
 
         run(main())
 
-    def test_workers_leave_with_the_trainer_unless_that_would_block_the_engines_own_loop(self, folders):
+    def test_close_removes_workers_unless_called_on_engine_loop(self, folders):
+        """close() makes workers leave, except on the engine's own event loop, where it would block."""
+
         async def main():
             llm, engine = self.served(folders)
             for seed, close in ((1, engine.close), (0, lambda: asyncio.to_thread(engine.close))):
@@ -337,7 +342,9 @@ class TestVLLM:
 
         run(main())
 
-    def test_calls_fail_at_once_when_the_loop_of_the_engine_ends_before_or_during_them(self, folders):
+    def test_calls_fail_at_once_after_engine_event_loop_ended(self, folders):
+        """A call raises EngineUnreachableError when the AsyncLLM's event loop ends before or during it."""
+
         async def main():
             return self.served(folders)
 

@@ -59,7 +59,8 @@ def agree(kind, trainer):
 
 @pytest.mark.parametrize("kind", [Policy, Flat])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_values_for_one_memory_change_nothing_and_equal_ones_land(kind, transport, tmp_path):
+def test_unequal_tied_weights_are_refused_and_equal_ones_land(kind, transport, tmp_path):
+    """Two values for one memory change no weight of the engine, and equal values land."""
     engine, trainer = kind(tied=True), kind(tied=False)
     with sender_of(transport, tmp_path / "root", engine) as sender:
         for changed in (trainer.head.weight, trainer.head.weight, trainer.embed.weight):  # at first, and later
@@ -101,7 +102,8 @@ def test_readers_without_an_engine_get_no_version_of_them(transport, tmp_path):
         reading.receive_weights(timeout=30, model=reader)
 
 
-def test_a_checkpoint_that_says_it_is_tied_is_published_only_if_it_is(tmp_path):
+def test_tied_checkpoint_is_published_only_with_equal_weights(tmp_path):
+    """A model whose config says that it is tied is published only if its tied weights are equal."""
     trainer = tiny_model(0, tie_word_embeddings=True)
     trainer.lm_head.weight = nn.Parameter(trainer.lm_head.weight.detach() + 1)
     with tx.WeightSender(tx.DiskTransport(tmp_path)) as sender:

@@ -94,7 +94,7 @@ def test_an_engine_that_refuses_fails_the_update_on_every_rank(rank, world, fold
 
 
 @on_ranks(2)
-def test_a_rank_that_fails_in_the_pass_fails_the_update_on_every_rank(rank, world, folder):
+def test_rank_failing_in_its_pass_fails_update_on_every_rank(rank, world, folder):
     class Failing(Gathered):
         def __iter__(self):
             yield from super().__iter__()
@@ -109,7 +109,8 @@ def test_a_rank_that_fails_in_the_pass_fails_the_update_on_every_rank(rank, worl
 
 
 @on_ranks(2)
-def test_some_tensors_are_sent_where_every_rank_names_them_and_everything_after_a_failure(rank, world, folder):
+def test_partial_update_becomes_full_after_receiver_failure(rank, world, folder):
+    """Tensors that every rank names are sent alone; an invalidated receiver gets all tensors."""
     trainer, source = Trainer(tx.MemoryTransport()), policy(2)
     trainer.in_step(1, 1)
     report = trainer.update(source, only="b")
@@ -155,7 +156,7 @@ def test_outputs_are_compared_by_all_ranks(rank, world, folder):
 
 
 @on_ranks(2)
-def test_ranks_join_before_the_first_update_all_of_them_or_rank_0_by_itself(rank, world, folder):
+def test_ranks_join_before_first_update_all_or_rank_0_alone(rank, world, folder):
     for everywhere in (True, False):
         for transport in (tx.DiskTransport(folder), tx.MemoryTransport()):
             trainer, source = Trainer(transport), policy(1)

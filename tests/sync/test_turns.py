@@ -46,9 +46,8 @@ def logprobs(server):
 
 
 @pytest.mark.parametrize("routes", [FEW, pytest.param(ROUTES, marks=pytest.mark.exhaustive)])
-def test_whoever_sent_before_an_accepted_update_is_in_the_engine_and_none_needs_a_second_call(
-    routes, server, checkpoint, tmp_path, ends
-):
+def test_sender_lands_update_in_one_call_after_any_other_sender(routes, server, checkpoint, tmp_path, ends):
+    """Each sender's first call lands its update, whichever sender updated the engine before."""
     turns = Turns(tmp_path, server.url, ends, logprobs(server), base=str(checkpoint))
     senders = [turns.sender(route) for route in routes]
     for place in each_after_each(len(senders)):
@@ -73,7 +72,8 @@ def test_two_senders_of_one_process_share_a_client(server, tmp_path, ends):
     assert disk.update_weights(Meanwhile(as_source(policy.model), 9, at_once)).verified
 
 
-def test_the_sender_that_was_replaced_hears_by_whom_before_any_pause(server, tmp_path, ends, caplog):
+def test_replaced_sender_is_warned_of_its_successor(server, tmp_path, ends, caplog):
+    """A replaced sender logs which sender joined after it and has to join again."""
     turns = Turns(tmp_path, server.url, ends, logprobs(server))
     first, second = turns.sender("collective"), turns.sender("collective")
     for sender in (first, second, first):
@@ -82,7 +82,8 @@ def test_the_sender_that_was_replaced_hears_by_whom_before_any_pause(server, tmp
     assert "a collective sender, process " in words and " has joined this engine since" in words
 
 
-def test_a_step_of_a_replaced_sender_changes_nothing_and_pauses_nobody(server, tmp_path, ends):
+def test_step_of_replaced_sender_is_refused_without_a_pause(server, tmp_path, ends):
+    """A step of a replaced sender is refused; the engine keeps its weights and is not paused."""
     first, second = (tx.connect(server.url), tx.connect(server.url))
     for engine, seed in ((first, 4), (second, 5)):
         sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path / str(seed)), engine)
@@ -117,9 +118,8 @@ POINTS += [pytest.param(*point, marks=pytest.mark.exhaustive) for point in MORE 
 
 
 @pytest.mark.parametrize(("route", "point"), POINTS)
-def test_a_trainer_that_dies_in_an_update_leaves_one_version_or_an_engine_that_refuses(
-    server, tmp_path, ends, route, point
-):
+def test_trainer_death_leaves_one_version_or_refusing_engine(server, tmp_path, ends, route, point):
+    """After a trainer dies in an update, the engine serves one whole version or refuses to serve."""
     turns = Turns(tmp_path, server.url, ends, logprobs(server))
     may_serve(turns, route, point, resume=f"{server.url}/resume")
 

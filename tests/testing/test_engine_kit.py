@@ -259,7 +259,9 @@ def test_a_case_that_fails_fails_the_run_with_its_reason(models, tmp_path):
     assert "passed         The start checkpoint, sent again, changes no log-probability." in said
 
 
-def test_an_engine_of_another_trainer_ends_the_run_with_one_sentence(models, tmp_path):
+def test_engine_at_another_trainers_version_ends_the_run(models, tmp_path):
+    """An engine at another trainer's version ends the run with one sentence and no failed case."""
+
     def updated(fake):
         fake.label = "11"
         for tensor in fake.tensors.values():
@@ -286,7 +288,8 @@ def test_an_engine_that_refuses_is_no_failure(models, tmp_path):
     assert all("cannot follow by 'collective'" in row["reason"] for row in rows.values())
 
 
-def test_without_an_address_every_case_is_skipped_with_the_reason(tmp_path):
+def test_run_without_an_engine_address_skips_every_case(tmp_path):
+    """Without --url every case is skipped, with the reason."""
     done = finished(KIT, tmp_path, "-rs")
     assert done.returncode == 0 and " skipped" in done.stdout and "passed" not in done.stdout
     assert "there is no engine; give --url" in done.stdout

@@ -35,7 +35,8 @@ def test_no_field_of_the_dialect_is_one_that_the_router_drops():
         assert body.keys() <= FIELDS and body["sampling_params"].keys() <= SAMPLING
 
 
-def test_text_is_asked_of_an_engine_because_the_router_has_no_route_for_it():
+def test_tokenize_and_detokenize_requests_go_to_an_engine():
+    """The client sends text requests to an engine that answers, since the router has no route for them."""
     told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
     with FakeEngine("sglang") as router, FakeEngine("sglang") as engine, FakeEngine("sglang") as gone:
         gone.close()
@@ -76,7 +77,7 @@ def test_pools_of_sglang_are_both_asked_and_told_where_they_meet():
 
 
 @pytest.mark.engine
-def test_a_session_stays_on_one_sglang_engine_and_sessions_use_both():
+def test_session_stays_on_one_engine_while_sessions_use_both():
     """The router is real, the engines are not: each answers with tokens of its own."""
 
     class Named(Engine):
@@ -106,7 +107,7 @@ def test_a_session_stays_on_one_sglang_engine_and_sessions_use_both():
 
 @pytest.mark.engine
 @pytest.mark.parametrize("make", ["vllm", "sglang"])
-def test_what_a_request_says_arrives_by_sglangs_router_and_in_part_by_vllms(make):
+def test_sampling_fields_pass_sglangs_router_and_partly_vllms(make):
     """When vLLM's hands on all of it, SGLang engines can have either."""
 
     class Listening(Engine):

@@ -49,7 +49,8 @@ def test_a_client_sends_one_version_per_prompt():
             server.client.generate([[1], [2]], cache_versions=[3])
 
 
-def test_later_turns_keep_the_version_of_the_first_and_new_conversations_have_the_newest():
+def test_conversation_keeps_the_cache_version_of_its_first_turn():
+    """Later turns keep the version of the first one, and new conversations get the newest version."""
     newest, tokenizer = [3], tiny_tokenizer()
     with serving() as server:
         policy = tx.RemoteLLMPolicy(

@@ -26,7 +26,7 @@ def client(server):
     made.close()
 
 
-def test_a_generation_has_log_probabilities_a_reason_and_the_weights_behind_it(client):
+def test_generation_has_logprobs_finish_reason_and_versions(client):
     for asked, count in ((0, 6), (1, 6), (True, 6), (False, 0), (None, 0)):  # as vLLM's: 0 means the sampled token
         (found,) = client.generate([PROMPT], max_tokens=6, logprobs=asked, ignore_eos=True, seed=1)
         assert isinstance(found, Generation) and len(found.token_ids) == 6
@@ -38,7 +38,8 @@ def test_a_generation_has_log_probabilities_a_reason_and_the_weights_behind_it(c
     assert found.finish_reason == "stop" and found.token_ids[-1] == stop
 
 
-def test_what_an_engine_aborts_is_continued_and_never_taken_for_an_answer(server, client):
+def test_generation_continues_after_an_engine_aborts_requests(server, client):
+    """A request that an engine aborts is continued; its partial tokens are never returned as the result."""
     settings = {"max_tokens": 100, "ignore_eos": True}
     prompts = [PROMPT, PROMPT[:3]]
     found = aborted(server.url, lambda: client.generate(prompts, temperature=0.0, **settings))
@@ -49,7 +50,8 @@ def test_what_an_engine_aborts_is_continued_and_never_taken_for_an_answer(server
     assert len({one.token_ids for one in drawn}) == 6
 
 
-def test_an_engine_of_another_kind_is_found_by_the_way_that_the_error_names():
+def test_missing_generate_route_error_hints_at_connect():
+    """A 404 from an engine of another kind raises RouteAbsent, whose hint names InferenceClient.connect."""
     with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url)) as client:
         with pytest.raises(RouteAbsent, match="answered 404") as refused:
             client.generate([PROMPT], max_tokens=2)
@@ -63,7 +65,8 @@ def part(*tokens, reason="abort", version=1):
     return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, "weight_versions": spans}
 
 
-def test_a_continuation_asks_for_the_rest_until_it_is_whole_or_late():
+def test_continuation_requests_remaining_tokens_until_deadline():
+    """A continuation requests the remaining tokens until the generation ends or the deadline passes."""
     answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
     with FakeEngine("vllm") as engine:
         engine.answers[ROUTE] = in_turn(*((200, answer) for answer in answers))
@@ -81,7 +84,7 @@ def test_a_continuation_asks_for_the_rest_until_it_is_whole_or_late():
     assert settings == [(5, 40), (3, 42), (3, 42)]
 
 
-def test_an_aborted_request_with_stop_strings_is_asked_again_from_the_start():
+def test_aborted_request_with_stop_strings_restarts():
     """A stop string may begin before the abort and end after it, and this client cannot read tokens."""
     with FakeEngine("vllm") as engine:
         answers = [{"choices": [part(1, 2)]}, {"choices": [part(1, 2, 3, reason="stop")]}]
@@ -94,7 +97,8 @@ def test_an_aborted_request_with_stop_strings_is_asked_again_from_the_start():
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_an_engine_that_cannot_answer_now_is_left_to_others_for_a_while(status):
+def test_engine_answering_unavailable_is_retired_temporarily(status):
+    """An engine that cannot answer now gets no requests for retire_s seconds; other engines serve them."""
     with FakeEngine("vllm") as busy, FakeEngine("vllm") as free:
         busy.answers[ROUTE] = in_turn((status, {"detail": "later"}), (200, {"choices": [part(2, reason="stop")]}))
         free.answers[ROUTE] = (200, {"choices": [part(1, reason="stop")]})
@@ -106,7 +110,8 @@ def test_an_engine_that_cannot_answer_now_is_left_to_others_for_a_while(status):
             assert client.generate([[7]])[0].token_ids == (2,)
 
 
-def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_alone(caplog):
+def test_persistent_client_alone_retries_until_the_deadline(caplog):
+    """Only a persistent client repeats a request after a temporary refusal, until its deadline."""
     later = (503, {"detail": "nobody is behind this router"})
     good = (200, {"choices": [part(1, reason="stop")]})
     with FakeEngine("vllm") as router:
@@ -121,7 +126,8 @@ def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_
                 client.generate([[7]])
 
 
-def test_a_session_is_named_with_each_of_its_requests_to_either_make_of_router():
+def test_session_id_travels_in_both_router_headers():
+    """Each request carries its session id in the headers of the vLLM router and of the SGLang router."""
     with FakeEngine("vllm") as router, closing(InferenceClient(router.url)) as client:
         router.answers[ROUTE] = lambda body: (200, {"choices": [part(1, reason="stop")]})
         client.generate([[1], [2]], session_ids=["a", None])
@@ -142,7 +148,8 @@ def test_a_seed_repeats_a_batch_and_differs_within_it(client):
     assert {one.token_ids for one in other}.isdisjoint(one.token_ids for one in first)
 
 
-def test_a_bad_prompt_is_refused_before_anything_is_sent_and_none_gives_nothing(client):
+def test_bad_prompt_is_refused_and_no_prompts_give_no_results(client):
+    """A bad prompt is refused before any request is sent; an empty list of prompts gives an empty list."""
     for bad in ([], [0.5]):
         with pytest.raises(ConfigError, match="prompt 1"):
             client.generate([PROMPT, bad])
@@ -176,7 +183,8 @@ def test_the_first_error_ends_every_other_request_at_once(server):
     client.close()
 
 
-def test_closing_ends_what_is_in_work_and_a_later_call_opens_anew():
+def test_close_ends_running_requests_and_next_call_reconnects():
+    """Closing a client ends its running requests; a later call opens a new connection."""
     arrived, leave, said = threading.Event(), threading.Event(), []
 
     def slow(body):

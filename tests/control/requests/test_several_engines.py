@@ -59,7 +59,8 @@ def until(condition):
     pytest.fail("it never came to that")
 
 
-def test_work_is_shared_within_the_cap_and_answers_keep_their_order(client, servers):
+def test_engines_share_prompts_within_cap_and_order_is_kept(client, servers):
+    """Engines share the prompts, none has more than its cap, and the answers keep their order."""
     prompts = [PROMPT[: 1 + i % 8] for i in range(16)]
     greedily = {"n": 2, "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
     thread, found = in_background(lambda: client.generate(prompts, **greedily))
@@ -95,7 +96,8 @@ def test_addresses_that_cannot_work_are_refused():
         tx.InferenceClient.connect(url)
 
 
-def test_engines_that_are_killed_leave_their_prompts_to_others_until_none_is_left(client, servers):
+def test_prompts_of_a_killed_engine_go_to_the_other_engine(client, servers):
+    """A killed engine's prompts go to the other engine; with none left, the error names both."""
     prompts = [PROMPT] * 8
     thread, found = in_background(lambda: client.generate(prompts, max_tokens=300, temperature=0.0, ignore_eos=True))
     until(lambda: busy(servers[0]) and busy(servers[1]))

@@ -34,7 +34,7 @@ def engines(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.exhaustive)])
-def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engines, tmp_path, mode):
+def test_requests_under_load_keep_versions_and_sessions(engines, tmp_path, mode):
     """512 requests in flight at a time, from before the first sync to after the last: a prompt is asked for again as
     soon as it is answered. Answers differ in length; a sync waits for the first token of the version before it."""
     urls = [engine.url for engine in engines]

@@ -34,7 +34,8 @@ def see(monkeypatch):
     return see
 
 
-def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_and_its_key(tmp_path, see):
+def test_engine_gets_its_job_device_and_its_api_key(tmp_path, see):
+    """An engine sees its device of the job, and its API key is not on its command line."""
     see(2, "4,5")
     launcher = LocalLauncher(api_key="secret", dtype="float32", threads=1)
     engine = launcher.launch(plan(tiny_checkpoint(tmp_path), gpus=(1,)))
@@ -82,7 +83,7 @@ def test_keys_of_sglang_stand_on_no_command_line(tmp_path, admin):
     assert not file.exists()
 
 
-def test_a_key_beside_a_configuration_file_of_the_users_is_refused(tmp_path):
+def test_api_key_with_user_config_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="write api-key into your file"):
         LocalLauncher(api_key="secret", python="/x").launch(
             plan(tmp_path, kind="sglang", overrides={"config": "a.yaml"})
@@ -98,7 +99,8 @@ def test_a_key_beside_a_configuration_file_of_the_users_is_refused(tmp_path):
         (1, "4,-1", ConfigError),
     ],
 )
-def test_devices_are_called_what_the_jobs_own_variable_calls_them(monkeypatch, see, count, visible, device):
+def test_engine_devices_use_names_of_job_visible_devices(monkeypatch, see, count, visible, device):
+    """An engine's device has its name in the job's CUDA_VISIBLE_DEVICES; a missing device is refused."""
     monkeypatch.setattr(launchers, "start", lambda spec: spec.environ.get("CUDA_VISIBLE_DEVICES"))
     see(count, visible)
     refused = pytest.raises(ConfigError, match=r"a/regular/0: .*device 1 of the job.*one of the 1 .*DEVICES=4")
@@ -128,6 +130,7 @@ def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch, see):
         ("embedded", {}, (0, 1), "'embedded' has one worker"),
     ],
 )
-def test_what_an_engine_has_no_argument_for_is_refused_by_the_plans_name(kind, overrides, gpus, words):
+def test_unsupported_engine_argument_names_the_planned_engine(kind, overrides, gpus, words):
+    """A plan that the engine has no argument for is refused under the name of the planned engine."""
     with pytest.raises(ConfigError, match=rf"a/regular/0: .*{words}"):
         LocalLauncher().launch(plan(kind=kind, overrides=overrides, gpus=gpus))

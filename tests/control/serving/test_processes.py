@@ -60,7 +60,8 @@ def gone(pid, within_s=20.0):
     return False
 
 
-def test_a_server_starts_logs_and_ends_with_its_children_and_a_log_that_nobody_named():
+def test_server_stop_ends_children_and_removes_unnamed_log():
+    """A server starts and logs; its end also ends its children and removes a log without a given path."""
     with start_of(STUBBORN) as server:
         child = int(httpx.get(server.url).text)
         assert server.alive() and psutil.pid_exists(server.pid) and psutil.pid_exists(child)
@@ -80,7 +81,7 @@ for name in {names}:
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
-def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_path):
+def test_only_shared_memory_of_the_ended_server_is_removed(tmp_path):
     stem = f"/dev/shm/left_behind_{os.getpid()}"
     mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
     try:
@@ -92,7 +93,8 @@ def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_p
         other.unlink(missing_ok=True)
 
 
-def test_a_server_that_ends_while_starting_shows_the_errors_and_the_end_of_this_runs_log(tmp_path):
+def test_server_that_ends_while_starting_shows_its_log(tmp_path):
+    """The error has the error lines and the end of this run's log, and none of an earlier run's."""
     log = tmp_path / "log"
     log.write_text("OSError: yesterday\n")
     code = "print('OSError: no space left'); print('x' * 9000); raise RuntimeError('see above')"
@@ -103,7 +105,8 @@ def test_a_server_that_ends_while_starting_shows_the_errors_and_the_end_of_this_
     assert log.read_text().startswith("OSError: yesterday\n")
 
 
-def test_a_program_that_does_not_exist_is_an_error_and_nothing_is_left_behind(tmp_path, monkeypatch):
+def test_missing_program_or_log_folder_leaves_no_file_behind(tmp_path, monkeypatch):
+    """A program or log folder that does not exist is an error, and no temporary file stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match="/no/such/program"):
         GuardedProcess(["/no/such/program"], name="toy")
@@ -112,7 +115,7 @@ def test_a_program_that_does_not_exist_is_an_error_and_nothing_is_left_behind(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_path):
+def test_server_that_is_never_healthy_ends_at_the_deadline(tmp_path):
     command = ["sh", "-c", "echo $$; exec sleep 600"]  # which says so at once, also beside much else
     log = tmp_path / "log"
     with pytest.raises(DeadlineError, match=r"not healthy within 2 s"):
@@ -153,7 +156,7 @@ def last_number(log):
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_daemon_in_a_session_of_its_own_ends_with_the_server_that_left_it(tmp_path, how):
+def test_daemon_in_its_own_session_ends_with_its_server(tmp_path, how):
     with start_of(ORPHANED, log_path=tmp_path / "log") as server:
         daemon = last_number(tmp_path / "log")
         assert psutil.pid_exists(daemon)
@@ -232,7 +235,8 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
         assert gone(pid) and gone(child)
 
 
-def test_the_servers_environment_has_what_was_asked_for_and_no_path_of_ours(tmp_path):
+def test_server_environment_has_given_variables_and_no_own_path(tmp_path):
+    """A server gets the environment variables it is given, and no import path of this package."""
     code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p]); sys.exit(1)"
     with pytest.raises(EngineError, match=r"yes \[\]"):
         GuardedProcess(

@@ -66,7 +66,8 @@ async def busy(client):
         return any([(await http.get(f"{url}/load")).json()["server_load"] for url in client.server_urls])
 
 
-def test_control_calls_to_a_router_are_refused_and_reach_no_engine(routing, urls):
+def test_control_calls_to_a_router_reach_no_engine(routing, urls):
+    """Control calls to a router are refused, and no engine is paused."""
     client = RemoteInferenceClient(proxy_url=routing.url, server_urls=[routing.url], kind="embedded")
     for call in (
         *(tx.make_engine(kind, url=routing.url).pause for kind in ("vllm", "sglang", "embedded")),
@@ -79,7 +80,8 @@ def test_control_calls_to_a_router_are_refused_and_reach_no_engine(routing, urls
     assert not any(httpx.get(f"{url}/is_paused").json()["is_paused"] for url in urls)
 
 
-def test_every_engine_is_registered_with_a_router_of_ours_or_with_a_given_one(urls):
+def test_every_engine_is_registered_with_a_given_router(urls):
+    """A given router gets every engine, also twice, and runs on after the routing is closed."""
     with RouterProcess(**settings_for_router("vllm")) as process, Routing.over(*urls, router=process.url) as routing:
         assert routing.url == process.url and listed(routing.url) == set(urls)
         routing.close()
@@ -88,7 +90,7 @@ def test_every_engine_is_registered_with_a_router_of_ours_or_with_a_given_one(ur
             assert listed(again.url) == set(urls)
 
 
-def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, client, urls):
+def test_requests_of_a_removed_engine_go_on_at_another(routing, client, urls):
     """One engine is paused by a failed update and stays so; nobody loses a token by it."""
 
     async def through_a_loss():
@@ -114,7 +116,8 @@ def test_a_router_without_pools_takes_no_prefill_engine(routing, urls):
         assert RouterClient(process.url).workers() == ()
 
 
-def test_a_router_with_pools_has_them_from_its_start_and_takes_no_more(urls):
+def test_router_pools_are_fixed_at_its_start(urls):
+    """A router has its pools from the start; pools that lack decode engines or mix kinds are refused."""
     with RouterProcess(prefill=[urls[0]], decode=[urls[1]], **settings_for_router("vllm")) as process:
         router = RouterClient(process.url)
         types = {worker.url: worker.worker_type for worker in router.workers()}

@@ -75,7 +75,7 @@ def test_each_model_has_its_engines_and_a_router_of_its_own(job):
     assert listed(job.model("spare")) == set()
 
 
-def test_only_models_that_follow_the_trainer_ever_get_a_weight_call(job, tmp_path):
+def test_only_models_that_follow_the_trainer_get_weight_calls(job, tmp_path):
     assert list(job.updatable()) == ["actor"]
     with pytest.raises(ConfigError, match="'reference' does not follow the trainer"):
         job.model("reference").fleet()

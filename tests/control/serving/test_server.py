@@ -26,7 +26,7 @@ def taken():
         yield listener.getsockname()[1]
 
 
-def test_a_directory_that_does_not_exist_and_a_port_in_use_are_refused(tmp_path, taken):
+def test_missing_directory_and_port_in_use_are_refused(tmp_path, taken):
     settings = {"port": taken, "python": sys.executable}
     for server in (EmbeddedServer, VLLMServer, SGLangServer):
         with pytest.raises(ConfigError, match="nothing is not a directory"):
@@ -37,7 +37,8 @@ def test_a_directory_that_does_not_exist_and_a_port_in_use_are_refused(tmp_path,
         RouterProcess(["http://127.0.0.1:1"], **settings)
 
 
-def test_a_package_that_is_not_here_is_named_with_where_it_can_come_from(tmp_path, monkeypatch):
+def test_missing_engine_package_is_named_with_its_remedy(tmp_path, monkeypatch):
+    """An error names the package that is missing and says how another Python can provide it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for starts, words in (
         (lambda: VLLMServer(tmp_path), r"has no vllm\b(.|\n)*python=(.|\n)*torchrl-ext serve vllm"),
@@ -56,7 +57,8 @@ def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
     assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
 
 
-def test_a_port_that_was_picked_can_be_used_while_another_thread_starts_a_process(monkeypatch):
+def test_free_port_is_usable_while_a_forked_child_holds_a_copy(monkeypatch):
+    """A port picked as free can be used even if a process forked just then still holds its socket."""
     held = []
 
     class Forked(socket.socket):
@@ -102,7 +104,7 @@ class Broken(ServerSpec):
 
 
 @pytest.mark.parametrize("plugin", [True, False])
-def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
+def test_plugin_folder_is_removed_when_the_server_cannot_start(plugin):
     with pytest.raises(EngineError, match="no such thing") as caught:
         start(Broken(plugin=plugin, environ={"PYTHONPATH": "/elsewhere"}))
     (folder,) = re.findall(r"plugin: (\S+)", caught.value.what)

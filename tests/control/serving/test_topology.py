@@ -54,7 +54,8 @@ def test_a_file_is_resolved_to_engines_with_their_devices(tmp_path, caplog):
     assert tools.engines == () and not tools.update_weights
 
 
-def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
+def test_update_weights_auto_compares_path_with_trainer():
+    """update_weights keeps a given bool; auto means that the model path is the trainer's path."""
     for said, path, meant in (
         ("auto", "/models/policy", True),
         ("auto", "/models/../models/policy/", True),

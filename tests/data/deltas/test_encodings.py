@@ -65,7 +65,7 @@ class TestEveryEncoding:
     def test_it_is_made_again_from_its_own_json(self, encoding: BlockEncoding):
         assert codec_from_json(encoding.to_json()) == encoding and encoding.container == "blocks"
 
-    def test_every_bit_of_every_dtype_survives_in_blocks_that_are_read_one_by_one(self, encoding: BlockEncoding):
+    def test_each_block_alone_restores_every_bit_of_every_dtype(self, encoding: BlockEncoding):
         for dtype in DTYPES:
             unit = unit_of(dtype)
             for meta, old, new in pairs(dtype):
@@ -136,7 +136,7 @@ def test_runs_of_changes_cost_less_than_scattered_ones():
         assert 8 * len(codec.encode(unit_of(old.dtype), block_of(units(old), units(new)))) < 0.6 * plain
 
 
-def test_an_encoding_that_nobody_knows_is_refused_with_the_names_that_exist():
+def test_unknown_encoding_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match="ulp"):
         make_codec("brotli")
     for info, what in (({"name": "brotli"}, "brotli"), ({"name": "ulp", "speed": 11}, "settings"), (["ulp"], "codec")):
@@ -178,7 +178,8 @@ def test_a_pair_of_different_shape_or_dtype_is_refused_by_name():
             diff(ParamMeta("w", torch.float32, (4,)), torch.zeros(4), other)
 
 
-def test_differences_come_out_in_order_whatever_the_threads_and_copies_follow():
+def test_differences_keep_their_order_with_any_number_of_threads():
+    """Differences come in the order of the tensors with any number of threads, and the old copies follow."""
     model = [(meta.name, old, new) for meta, old, new in pairs(torch.bfloat16)]
     for threads in (1, 3):
         copies = [(name, old.clone(), new) for name, old, new in model]
@@ -189,7 +190,8 @@ def test_differences_come_out_in_order_whatever_the_threads_and_copies_follow():
         assert all(bytes_of(old) == bytes_of(new) for _, old, new in copies)
 
 
-def test_an_error_in_a_worker_reaches_the_caller_and_a_stopped_stream_leaves_no_thread():
+def test_worker_error_reaches_the_caller_and_no_thread_stays():
+    """An error in a worker thread reaches the caller, and a closed stream leaves no thread."""
     before, good = threading.active_count(), (torch.zeros(9000), torch.ones(9000))
     with pytest.raises(ManifestError, match="'bad'"):
         list(differences([("good", *good), ("bad", torch.zeros(3), torch.zeros(4))], threads=2))

@@ -51,7 +51,7 @@ def found_in(model, new_on):
     return sorted(blocks)
 
 
-def test_changes_of_every_dtype_are_listed_as_on_the_host_block_for_block(device):
+def test_device_lists_changes_of_every_dtype_as_the_host_does(device):
     for dtype in DTYPES:
         model = model_of([dtype], (0, 63, 45_000) if dtype == torch.bfloat16 else (17, 2500))
         generator = torch.Generator().manual_seed(6)

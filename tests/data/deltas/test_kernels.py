@@ -93,7 +93,7 @@ def test_words_of_a_piece_are_those_of_its_positions(way):
 
 
 @pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
-def test_words_of_a_large_turned_piece_are_those_of_its_positions(way, stride):
+def test_words_of_a_large_transposed_piece_match_its_positions(way, stride):
     """Its positions reach over several rows of keys."""
     own, device = way
     positions = torch.arange(1030)[:, None] * stride + torch.arange(150) + 3

@@ -18,7 +18,8 @@ def bits(indices: list[int], values: list[int]) -> SparsePatch:
 @pytest.mark.parametrize(
     ("indices", "values"), [([3, 3], [1, 1]), ([5, 2], [1, 1]), ([-1], [1]), ([20], [1]), ([1], [1, 2])]
 )
-def test_places_that_a_parameter_does_not_have_are_refused_by_name(indices, values):
+def test_sparse_patch_refuses_invalid_indices(indices, values):
+    """Invalid indices or values raise IntegrityError with the parameter's name or the wanted dtype."""
     with pytest.raises(IntegrityError, match="'w'"):
         bits(indices, values)
     with pytest.raises(IntegrityError, match="uint16"):

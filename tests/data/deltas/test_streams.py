@@ -103,7 +103,7 @@ def test_streams_list_each_change_once_and_keep_the_digests(model, block, staged
 
 
 @pytest.mark.parametrize("threads", [2, 16, 64])
-def test_the_bytes_taken_ahead_are_bounded_however_many_threads_there_are(threads, monkeypatch):
+def test_bytes_taken_ahead_are_bounded_for_any_thread_count(threads, monkeypatch):
     monkeypatch.setattr(streams, "_AHEAD", 4 << 20)
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 18)
     sizes = [1 << 18, 1 << 10, 3 << 18, 1 << 15, 1 << 15, 1 << 15, 2 << 18] * 8
@@ -129,7 +129,8 @@ def test_the_bytes_taken_ahead_are_bounded_however_many_threads_there_are(thread
     assert most <= streams._AHEAD + 5 * 2 * max(sizes)  # one that is cut into blocks, one more, and two being looked at
 
 
-def test_an_error_reaches_the_caller_and_a_stopped_search_leaves_no_thread(monkeypatch):
+def test_search_error_reaches_caller_and_leaves_no_thread(monkeypatch):
+    """An error in a search reaches the caller, and a search that fails or stops leaves no thread."""
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 15)
     before, new = threading.active_count(), torch.ones(1 << 20)
     table, old = ParamTable.of([ParamMeta.of("w", new)]), torch.zeros(1 << 20, dtype=torch.int32)

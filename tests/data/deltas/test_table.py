@@ -16,7 +16,7 @@ from torchrl_ext.data.deltas.table import ParamTable
 METAS = [ParamMeta("a", torch.float32, (4, 6)), ParamMeta("b", torch.bfloat16, (5,)), ParamMeta("c", torch.float32, ())]
 
 
-def test_a_table_has_a_stream_for_each_dtype_or_those_that_are_given():
+def test_table_has_a_stream_per_dtype_or_the_given_streams():
     table = ParamTable.of(METAS)
     assert [stream.dtype for stream in table.streams] == [torch.float32, torch.bfloat16]
     assert [stream.first.tolist() for stream in table.streams] == [[0, 24, 25], [0, 5]]

@@ -29,7 +29,8 @@ def blocks(draw):
 
 @settings(max_examples=150)
 @given(blocks(), st.randoms(use_true_random=False))
-def test_every_list_of_changes_survives_and_damaged_bytes_are_refused_or_changes(block, chance):
+def test_changes_round_trip_and_damaged_bytes_are_refused(block, chance):
+    """Changes survive encoding; damaged bytes raise IntegrityError or decode to valid changes."""
     nbits, positions, steps = block
     data = encode(positions, steps, nbits)
     found, moved = decode(data, positions.size, SPAN, nbits)

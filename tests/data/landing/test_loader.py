@@ -102,7 +102,8 @@ def following(policy, root):
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
-def test_a_tied_tensor_under_either_name_and_a_buffer_that_is_not_persistent_land_as_changes(tmp_path, name):
+def test_tied_tensor_and_non_persistent_buffer_land_in_place(tmp_path, name):
+    """Changes of a tied tensor, under either name, and of a non-persistent buffer land in place."""
     own, theirs = Policy(0), Policy(1)
     sender = following(theirs, tmp_path)
     for step in range(3):
@@ -120,7 +121,8 @@ def test_a_change_of_a_name_that_was_not_checked_is_refused():
         loader.stage(changes)
 
 
-def test_a_damaged_element_is_found_within_the_stated_number_of_versions(tmp_path):
+def test_damaged_element_is_found_within_read_back_versions(tmp_path):
+    """A damaged element of the model is found within READ_BACK_VERSIONS, and a full update mends it."""
     own, theirs = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))) for _ in range(2))
     sender = following(theirs, tmp_path)
     for _ in range(2):

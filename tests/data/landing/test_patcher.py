@@ -163,7 +163,8 @@ class Watched(TorchKernels):
         super().scatter(target.clone() if self.losing else target, offsets, values)
 
 
-def test_a_patcher_follows_digests_nothing_in_pauses_and_reads_all_tensors_back_before_them():
+def test_patcher_reads_tensors_back_before_pauses_only():
+    """A patcher digests nothing in pauses and reads every tensor back before them over several versions."""
     generator, old, kernels = torch.Generator().manual_seed(0), state(1), Watched()
     live = copy_of(old)
     patcher = Patcher(identity(live), kernels)
@@ -182,7 +183,8 @@ def test_a_patcher_follows_digests_nothing_in_pauses_and_reads_all_tensors_back_
     assert {name: digest.hex() for name, digest in patcher.digests_of_memory().items()} == change.digests
 
 
-def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_is_written():
+def test_damage_found_before_a_pause_fails_commit_unwritten():
+    """Damage found before a pause raises an IntegrityError in the commit, which writes nothing."""
     old = state(1)
     new = copy_of(old)
     as_bits(new["a"]).view(-1)[5] ^= 1
@@ -206,7 +208,8 @@ def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_i
     patcher.commit()
 
 
-def test_a_lost_write_is_found_in_the_pause_and_another_base_while_staging():
+def test_lost_write_fails_commit_and_wrong_base_fails_staging():
+    """A lost write raises an IntegrityError in the commit; a wrong base raises one while staging."""
     old = state(1)
     new = copy_of(old)
     as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
@@ -228,7 +231,8 @@ def test_a_lost_write_is_found_in_the_pause_and_another_base_while_staging():
 
 
 @pytest.mark.parametrize("how", ["data", "parameter"])
-def test_parameters_that_are_replaced_between_stage_and_commit_are_not_passed_by(how):
+def test_parameters_replaced_after_staging_fail_the_commit(how):
+    """A commit is refused when parameters were replaced after staging; staging again then works."""
     module = torch.nn.Linear(3, 2)
     old = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     loader, new = TensorsLoader(module), {name: tensor + 1 for name, tensor in old.items()}
@@ -248,7 +252,8 @@ def test_parameters_that_are_replaced_between_stage_and_commit_are_not_passed_by
 
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.01, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize(("rows", "columns"), [(1000, 300), (3000, 1000)], ids=["one thread", "several threads"])
-def test_a_change_waits_in_at_most_twice_its_bytes_and_lands_in_its_part_of_a_parameter(rows, columns, density):
+def test_staged_patch_is_compact_and_lands_in_its_piece(rows, columns, density):
+    """A staged patch takes at most twice its bytes and changes only its piece of the parameter."""
     generator = torch.Generator().manual_seed(5)
     old = random_tensor((rows, columns), torch.bfloat16, generator)
     new = patched_copy(old, density, generator)

@@ -68,7 +68,7 @@ def mode(request):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name, mode):
+def test_view_of_sliced_tensor_equals_view_of_full_tensor(name, mode):
     full, view = made((8, 6)), VIEWS[name]
     lazy, expected = view(whole(full)), view(full)
     assert isinstance(lazy, Sliced) or name == "flattened columns"
@@ -105,7 +105,8 @@ def random_view(rng, shape):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False))
-def test_views_of_views_read_the_full_tensor_or_name_what_is_not_there(mode, rng):
+def test_random_views_read_full_tensor_or_name_missing_block(mode, rng):
+    """Nested views hold the values of the full tensor, or the error names the block that did not come."""
     with mode():
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
         held = [block for block in partition(rng, shape, rng.randint(1, 4)) if rng.random() < 0.8]
@@ -127,7 +128,8 @@ def test_views_of_views_read_the_full_tensor_or_name_what_is_not_there(mode, rng
 
 
 @pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
-def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change, mode):
+def test_cast_of_partial_tensor_keeps_its_blocks(change, mode):
+    """A cast of a partial tensor holds the cast blocks and still refuses reads of missing ones."""
     full = made((8, 6))
     part, expected = change(sliced(full, ((2, 2), (4, 6)), ((6, 1), (8, 3)))), change(full)
     assert isinstance(part, Sliced) and part.dtype == expected.dtype and part.shape == expected.shape
@@ -170,7 +172,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_copy_to_where_there_is_no_memory_is_counted_and_reads_nothing(mode):
+def test_copy_to_meta_device_is_counted_without_reading(mode):
     part = Sliced.of(ParamMeta("w", torch.float32, (8, 6)), [])
     target = torch.empty(4, 6, device="meta")
     with Counter() as counter:

@@ -19,7 +19,8 @@ MODULES = {"delta": reader, "disk": disk}
 
 @pytest.mark.parametrize("step", ["a version", "the trainer"])
 @pytest.mark.parametrize("name", MODULES)
-def test_an_abort_ends_the_wait_of_its_time_and_a_later_wait_neither_ends_nor_spins(tmp_path, monkeypatch, name, step):
+def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, name, step):
+    """An abort ends the wait in progress, and a later wait neither ends by it nor spins."""
     for module in (MODULES[name], shared_root):
         monkeypatch.setattr(module, "VISIBLE_S", 3 * WAIT_S)
     trainer = tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S)

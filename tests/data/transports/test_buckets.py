@@ -71,7 +71,8 @@ def carry(buckets, params, sent, into, *, lasting):
 
 
 @given(TENSORS, st.integers(0, 1 << 14))
-def test_what_is_broadcast_arrives_in_buckets_of_their_size_and_large_tensors_alone(tensors, bucket_bytes):
+def test_broadcast_buckets_have_bounded_size_or_one_large_tensor(tensors, bucket_bytes):
+    """Broadcast tensors arrive in full buckets of bounded size; a large tensor travels alone."""
     params, sent, into = made(tensors)
     buckets, capacity = buckets_of(params, bucket_bytes), bucket_bytes - bucket_bytes // 8
     for bucket in buckets:
@@ -94,7 +95,8 @@ def test_what_goes_through_a_staging_buffer_fills_it_and_arrives(tensors, size):
     carry(buckets, params, sent, into, lasting=False)
 
 
-def test_a_bucket_larger_than_the_direct_size_still_leaves_large_tensors_uncopied():
+def test_large_tensors_stay_uncopied_with_large_bucket_sizes():
+    """A bucket size above the direct size still sends large tensors without a copy."""
     params = (ParamMeta("large", torch.uint8, (DIRECT_BYTES,)), ParamMeta("small", torch.uint8, (DIRECT_BYTES - 1,)))
     assert [bucket.direct for bucket in buckets_of(params, 8 * DIRECT_BYTES)] == [True, False]
 

@@ -70,7 +70,8 @@ MOVES = st.lists(st.tuples(st.permutations(range(RANKS)).map(lambda ranks: (rank
 @example([((0, 1), 64 * MIB)], 0)
 @example([((2, 1), nbytes) for nbytes in (1, 9 * MIB, 3, 70_000, 2, 1, 33, MIB) * 3], 1)
 @example([(pair, 12 * MIB + 5) for pair in itertools.permutations(range(RANKS), 2)], 2)
-def test_every_byte_arrives_in_order_and_is_counted_once_in_whatever_order_ranks_begin_and_wait(group, moves, seed):
+def test_bytes_arrive_in_order_and_are_counted_once(group, moves, seed):
+    """Every byte arrives once and is counted once, in whatever order ranks begin and wait."""
     sent, read = ([make(nbytes, at) for at, (_, nbytes) in enumerate(moves)] for make in (filled, blank))
     before = [(Counter(end.sent), Counter(end.received)) for end in group]
 
@@ -154,7 +155,8 @@ def peer(port, role):
 
 
 @pytest.mark.parametrize("role", ["receiver", "sender"])
-def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(role):
+def test_killed_peer_is_named_long_before_deadline(role):
+    """A peer killed in a transfer is named by rank and process id long before the deadline."""
     port = free_port()
     member = membership(port)
     with running_python(calling(peer, port, role)) as child:

@@ -45,7 +45,8 @@ def test_the_signature_is_that_of_torchrl():
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, BUCKET, 1 << 20])
-def test_every_one_of_three_workers_receives_every_bit_and_what_it_keeps_is_never_written_again(bucket_bytes):
+def test_three_workers_receive_every_bit_and_keep_each_version(bucket_bytes):
+    """Every worker receives every bit, and no later version overwrites weights that a worker keeps."""
     kept, before = [], dict(os.environ)
     with group(4, bucket_bytes=bucket_bytes) as (trainer, *workers):
         for seed in range(4):
@@ -86,7 +87,8 @@ def test_a_taken_port_is_an_error_that_says_so():
             transport.init_all_workers_group({})
 
 
-def test_the_port_is_free_again_after_the_end_and_a_worker_may_leave_the_world_size_to_the_trainer():
+def test_port_is_free_after_shutdown_and_world_size_optional():
+    """A new group takes the same port, and a worker may leave the world size to the trainer."""
     port = free_port()
     for size in (2, None, 2):
         members = [member(port, 0, 2), member(port, 1, size)]
@@ -129,7 +131,8 @@ def take_until(worker, stop_at):
 
 
 @pytest.mark.parametrize("how", ["cannot take it", "stops half-way"])
-def test_a_worker_that_does_not_take_a_version_says_why_and_all_connect_again(how):
+def test_worker_that_takes_no_version_gives_the_reason(how):
+    """All sides name the rank and tensor of a worker that refuses or stops, and can connect again."""
     first, second = weights(0), weights(1)
     given = {**{name: torch.zeros(5000) for name in first}, "p07": torch.zeros(4)}
     with group(3) as (trainer, other, refuses):
@@ -196,7 +199,8 @@ def sent_to(trainer, source, version, ends):
     return beside(lambda: handoff.transfer(Deadline(WAIT_S)), *receives)
 
 
-def test_after_a_source_failed_the_same_trainer_connects_again_to_another_number_of_workers():
+def test_trainer_reconnects_to_other_workers_after_source_error():
+    """After its source failed, a trainer connects to another number of workers."""
     trainer, sent = member(0, 0, None), weights()
     for workers in (1, 2, 1):
         ends = opened(trainer, workers)
@@ -254,7 +258,8 @@ LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
 
 
 @pytest.mark.parametrize(("how", "kind"), [(signal.SIGKILL, TransportError), (signal.SIGSTOP, DeadlineError)])
-def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_named(how, kind):
+def test_worker_process_that_dies_or_freezes_ends_the_send(how, kind):
+    """The send ends with an error that names the rank and process of the worker."""
     port = free_port()
     with running_python(calling(receives, port, 1, 2, 3)) as child:
         trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
@@ -275,7 +280,8 @@ def test_a_worker_process_that_dies_or_freezes_half_way_ends_the_send_and_is_nam
 
 
 @pytest.mark.parametrize("slow_one_dies", [False, True])
-def test_a_worker_that_leaves_with_all_it_needs_does_not_break_the_group_under_one_that_is_slower(slow_one_dies):
+def test_fast_worker_stays_in_the_group_until_slow_worker_ends(slow_one_dies):
+    """A worker with all its weights leaves the group only after the slower worker took them or died."""
     port, last = free_port(), 20
     programs = calling(receives, port, 1, 3, last), calling(receives, port, 2, 3, -1)
     with running_python(programs[0]) as slow, running_python(programs[1]) as fast:
@@ -311,7 +317,8 @@ def test_a_worker_that_leaves_with_all_it_needs_does_not_break_the_group_under_o
         (signal.SIGSTOP, "half"),
     ],
 )
-def test_a_trainer_process_that_dies_or_freezes_ends_the_worker_and_is_named(how, moment):
+def test_trainer_process_that_dies_or_freezes_ends_the_worker(how, moment):
+    """The worker's wait ends with an error that names rank 0, the trainer."""
     port = free_port()
     with running_python(calling(sends, port)) as child:
         worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)

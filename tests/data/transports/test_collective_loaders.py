@@ -54,7 +54,8 @@ def packed(choice):
     return {f"p{index:02d}": any_bits(torch.float32, size, seed=index) for index, size in enumerate(sizes)}
 
 
-def test_wherever_a_loader_fails_its_process_lives_and_the_trainer_names_it_and_the_next_update_passes():
+def test_failing_loader_is_named_and_the_next_update_passes():
+    """Wherever a loader fails, its process lives, the trainer names its rank, and the next update passes."""
     choice, port = random.Random(13), free_port()
     with running_python(calling(follow, port)) as child:
 

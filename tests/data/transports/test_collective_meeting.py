@@ -68,7 +68,8 @@ def kept():
 # those that do not answer
 
 
-def test_a_port_that_listens_and_says_nothing_is_given_up_at_the_deadline():
+def test_join_at_silent_port_ends_at_deadline():
+    """Joining a group at a port that accepts but never answers raises DeadlineError."""
     began = time.monotonic()
     with silent_port() as port, pytest.raises(DeadlineError, match=rf"127.0.0.1:{port} did not answer within 1 s"):
         member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
@@ -108,7 +109,7 @@ def listened_at(port):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_a_trainer_for_this_machine_alone_listens_to_this_machine_alone(address):
+def test_trainer_on_loopback_address_listens_on_loopback_only(address):
     trainer = VLLMCollectiveTransport(address, 0, 0, None, "cpu")
     port = trainer.open(1, (), Deadline(WAIT_S)).info["master_port"]
     assert listened_at(port) == ["0100007F"]
@@ -136,7 +137,7 @@ def test_only_those_who_know_the_secret_are_let_in():
         ("0.0.0.0", "", "a room of a control layer", 0),  # which passes a secret on
     ],
 )
-def test_a_trainer_without_a_secret_says_so_unless_it_is_on_loopback(caplog, address, secret, key, warned):
+def test_trainer_without_secret_warns_unless_on_loopback(caplog, address, secret, key, warned):
     own = Membership(address, 0, secret, device=torch.device("cpu"), backend="gloo", timeout_s=WAIT_S)
     assert own.notes(key) is own.notes(key)
     own.notes(key).close()
@@ -160,7 +161,8 @@ def in_brackets(port, rank, size):
     return VLLMCollectiveTransport("[::1]", port, rank, size, "cpu", timeout_s=WAIT_S)
 
 
-def test_a_control_layer_passes_on_a_secret_that_nobody_can_know_before():
+def test_each_trainer_draws_a_random_secret_for_its_workers():
+    """A trainer without a secret draws a long random one, and a worker with another one is refused."""
     trainers = [member(0, 0, None) for _ in range(2)]
     infos = [trainer.open(1, (), Deadline(WAIT_S)).info for trainer in trainers]
     assert len({info["secret"] for info in infos}) == 2 and all(len(info["secret"]) >= 32 for info in infos)
@@ -202,7 +204,8 @@ def test_who_only_guesses_the_secret_writes_nothing(kept):
 
 
 @given(st.randoms(use_true_random=False), st.booleans())
-def test_whatever_somebody_says_he_is_disconnected_or_answered_and_others_are_served(kept, draw, known):
+def test_malformed_requests_do_not_stop_the_notes_server(kept, draw, known):
+    """After arbitrary bytes from one client, the notes still serve the next worker."""
     data = worse_text(draw.choice(REQUESTS), draw) if known else draw.randbytes(draw.choice([48, 200]))
     if draw.random() < 0.2:
         data = draw.choice([b"", b"{", b"\xff\xfe", b"[" * 100_000, b"NaNN"])
@@ -231,7 +234,8 @@ def note(**changes):
 
 @settings(max_examples=300)
 @given(st.randoms(use_true_random=False))
-def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_group(kept, draw):
+def test_damaged_worker_note_gives_trainer_an_error_or_a_group(kept, draw):
+    """Whatever JSON a worker's note holds, the trainer forms the group or raises an error of the package."""
     kept.put("room/1", worse_json(note().to_json(), draw))
     kept.put("g/ready/1", True)
     refused_or_right(host, kept, "room", "g", note(), Deadline(WAIT_S))
@@ -239,13 +243,15 @@ def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_gr
 
 @settings(max_examples=300)
 @given(st.randoms(use_true_random=False))
-def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goes_on(kept, draw):
+def test_damaged_trainer_answer_gives_worker_an_error_or_a_group(kept, draw):
+    """Whatever JSON the trainer answers, the worker goes on or raises an error of the package."""
     answer = draw.choice([{"generation": "1", "peers": ["a", "b"]}, {"kind": "ConfigError", "error": "no"}])
     kept.put("room/answer/t", worse_json(answer, draw))
     refused_or_right(enter_room, kept, "room", 1, note(), Deadline(WAIT_S))
 
 
-def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four(kept):
+def test_trainer_answer_raises_only_known_errors_in_workers(kept):
+    """An error kind outside the allowed ones in the trainer's answer becomes a TransportError."""
     for kind, raised in {
         "ConfigError": ConfigError,
         **dict.fromkeys(("WeightSyncError", "annotations", "__builtins__", "Any", ""), TransportError),
@@ -264,7 +270,8 @@ def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four(kept):
         ({"group": "9"}, "the trainer sends through group 9, rank 1 is in group 1"),
     ],
 )
-def test_a_worker_that_cannot_read_a_handoff_names_the_field_and_tells_the_trainer_at_once(changes, words, monkeypatch):
+def test_unreadable_handoff_fails_worker_and_trainer_at_once(changes, words, monkeypatch):
+    """A worker that cannot read a handoff names the bad field, and the trainer's send fails at once."""
     put = HostedNotes.put
 
     def told(self, key, value, **how):
@@ -312,7 +319,7 @@ def test_ranks_that_disagree_are_named_with_what_each_has(changes, words, kept):
         host(kept, "room", "g", note(), Deadline(WAIT_S))
 
 
-def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch):
+def test_group_forms_only_after_every_rank_exchanged(monkeypatch):
     """A rank whose connections are there, but which takes no part in the first exchange, is waited for in vain."""
     port, whole, frozen = free_port(), Group._exchange, threading.Event()
 
@@ -387,7 +394,8 @@ def nccl_groups(monkeypatch):
         yield beside(*(lambda seat=seat: form_group(seat, "nccl") for seat in seats)), ends[0]
 
 
-def test_ids_of_nccl_travel_behind_the_secret_alone_and_transfers_that_begin_together_are_one_call(monkeypatch):
+def test_nccl_ids_stay_behind_secret_and_transfers_are_grouped(monkeypatch):
+    """NCCL ids pass through no open TCPStore, and transfers begun together make one NCCL call."""
     opened, open_store = [], dist.TCPStore
     monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: opened.append(a))
     with nccl_groups(monkeypatch) as ((own, other), trainer):
@@ -411,7 +419,7 @@ def test_ids_of_nccl_travel_behind_the_secret_alone_and_transfers_that_begin_tog
     assert not store.check(["exception_dump"])  # as NCCL's monitor asks, when the trainer is gone, too
 
 
-def test_a_rank_that_is_gone_ends_the_waits_of_the_others_whatever_the_backend(monkeypatch):
+def test_lost_rank_ends_nccl_waits_of_other_ranks(monkeypatch):
     """NCCL itself tells nobody that the process of a peer has died; the notes of the trainer do."""
     with nccl_groups(monkeypatch) as ((own, other), _):
         monkeypatch.setattr(NCCL, "is_completed", lambda self: False)
@@ -429,7 +437,8 @@ def writer(path):
     return database
 
 
-def test_another_process_cannot_write_to_a_locked_database_when_a_group_is_formed_and_moves_weights(tmp_path):
+def test_group_keeps_sqlite_lock_of_its_process(tmp_path):
+    """Forming a group and moving weights does not release a database lock that the process holds."""
     path = str(tmp_path / "runs.db")
     with closing(writer(path)), group(2) as (trainer, worker):
         assert "database is locked" in finished(calling(writer, path)).stderr

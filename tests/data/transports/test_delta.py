@@ -141,9 +141,8 @@ class TestBase:
     def base(self, tmp_path, own):
         return checkpoint(tmp_path / "base", own)
 
-    def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint_and_whenever_he_connects(
-        self, root, own, base
-    ):
+    def test_first_version_is_a_delta_against_the_checkpoint(self, root, own, base):
+        """Holders of the checkpoint get a delta as the first version, whenever they connect."""
         served, transport = copied(own), trainer_at(root, base=base)
         for version in (1, 2, 3):
             step(own, version)
@@ -153,7 +152,8 @@ class TestBase:
             assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
         assert not list(root.rglob("model.safetensors"))
 
-    def test_an_engine_with_other_weights_refuses_by_name_and_keeps_them(self, root, own, base):
+    def test_engine_with_other_weights_refuses_a_delta_by_name(self, root, own, base):
+        """An engine with other weights than the base refuses, names the tensor and keeps its weights."""
         served = copied(own)
         served["b.weight"][7] = 1.5
         before = copied(served)
@@ -178,7 +178,8 @@ class TestBase:
         with pytest.raises(IntegrityError, match="weight_v000000"):
             trainer_at(root).receive_weights(WAIT_S)
 
-    def test_a_checkpoint_of_another_model_is_refused_when_the_trainer_starts(self, tmp_path, root):
+    def test_base_checkpoint_of_another_model_is_refused_at_start(self, tmp_path, root):
+        """A base checkpoint of another model is refused before the trainer publishes a version."""
         base = checkpoint(tmp_path / "base", {"a.weight": torch.zeros(3)})
         with pytest.raises(ConfigError, match=r"a.weight"):
             trainer_at(root, base=base).send_weights("policy", weights())
@@ -186,7 +187,7 @@ class TestBase:
 
 
 class TestFleet:
-    def test_an_engine_that_missed_versions_catches_up_by_changes_alone(self, root):
+    def test_engine_that_missed_versions_catches_up_by_changes(self, root):
         class Counted(TensorsLoader):
             loads = 0
 

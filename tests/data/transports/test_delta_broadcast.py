@@ -78,7 +78,7 @@ def test_it_needs_no_filesystem_for_a_model():
     python(calling(sends_without_files))
 
 
-def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
+def test_restarted_worker_gets_the_next_version_in_full():
     with group(2, member) as (trainer, worker):
         exchange(trainer, worker, value=1.0)
         exchange(trainer, worker, value=2.0)
@@ -91,7 +91,8 @@ def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
         again.shutdown()
 
 
-def test_a_parameter_with_the_name_of_the_files_is_refused_before_anything_is_sent():
+def test_parameter_called_files_is_refused_before_any_send():
+    """A parameter called '/files', the name the files travel under, is refused before any send."""
     with group(2, member) as (trainer, worker):
         with pytest.raises(ManifestError, match="called '/files'"):
             trainer.send_weights("policy", {"/files": torch.zeros(3)})
@@ -116,7 +117,7 @@ def test_damage_on_the_way_is_found_by_name_and_changes_no_model(monkeypatch):
         assert torch.equal(served.weight, before)
 
 
-def test_a_version_that_does_not_come_ends_in_a_deadline_that_names_the_trainer():
+def test_missing_version_raises_a_deadline_naming_the_trainer():
     with (
         group(2, member, timeout_s=1.0) as (_, worker),
         pytest.raises(DeadlineError, match="did not come from the trainer"),
@@ -148,7 +149,8 @@ TENSORS = [torch.zeros(count, dtype=torch.uint8) for count in (8, 0, 9)] + [torc
     st.lists(st.tuples(st.sampled_from(["a", "/files", "../x"]), st.sampled_from(TENSORS)), max_size=3),
 )
 @example(1, FILES[0], [("a", TENSORS[3]), ("/files", TENSORS[0])])
-def test_whatever_a_trainer_announces_ends_in_a_version_or_an_error_of_ours(version, files, pairs):
+def test_any_announcement_gives_a_version_or_our_own_error(version, files, pairs):
+    """Whatever a trainer announces, the worker stores the version or raises an error of ours."""
     store, info = MemoryStore(), {"files": files}
     broadcast = Broadcast(Announced(Arrival(version=version, params=(), info=info), pairs), store, Chain(store))
     try:

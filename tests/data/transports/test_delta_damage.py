@@ -49,7 +49,8 @@ OTHER_LAYOUTS = [{"encoding": "deltas"}, {"encoding": "deltas_zstd"}]
 
 class TestDamage:
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_is_refused_before_the_pause_by_name_and_the_next_update_lands(self, root, damage):
+    def test_damaged_delta_is_refused_before_the_pause(self, root, damage):
+        """The error names the damage, engines keep serving the old version, and the next update lands."""
         spoil, words = DAMAGES[damage]
         own, served, pauses = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}, []
 
@@ -98,7 +99,7 @@ class TestDamage:
             with pytest.raises(IntegrityError, match=file.name):
                 trainer_at(root).receive_weights(WAIT_S)
 
-    def test_a_missing_link_is_named_and_a_keyframe_after_it_is_enough(self, root):
+    def test_missing_delta_is_named_and_a_later_keyframe_is_enough(self, root):
         trainer, own, history = published(root, 4, keyframe_every=0)
         reader = trainer_at(root)
         shutil.rmtree(folder(root, 3))

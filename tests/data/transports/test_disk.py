@@ -49,7 +49,8 @@ class TestFiles:
         assert AutoTokenizer.from_pretrained(folder).decode([5]) == AutoTokenizer.from_pretrained(base).decode([5])
         trainer.shutdown()
 
-    def test_a_model_brings_its_own_config_with_the_dtype_that_is_sent(self, root, trainer):
+    def test_published_version_has_model_config_with_sent_dtype(self, root, trainer):
+        """Each published version holds the model's config.json with the dtype of the sent tensors."""
         for dtype in (torch.float32, torch.bfloat16):
             trainer.send_weights("policy", MappedSource(as_source(tiny_model()), dtype=dtype))
         found = [json.loads((folder / "config.json").read_bytes()) for folder in sorted(root.glob("weight_v*"))]
@@ -128,7 +129,8 @@ class TestLifetime:
         sender.update_weights(policy)
         assert len(versions(root)) == 1
 
-    def test_a_number_is_not_used_again_when_the_pointer_did_not_move(self, root, trainer, worker):
+    def test_number_of_unpublished_version_folder_is_not_used_again(self, root, trainer, worker):
+        """The number of a folder that `latest` never pointed to is not used again; the next one is."""
         trainer.send_weights("policy", weights(1))
         shutil.copytree(root / "weight_v000001", root / "weight_v000002")  # renamed, then killed
         assert worker.receive_weights(WAIT_S)["w00"][0] == 1
@@ -136,7 +138,8 @@ class TestLifetime:
         assert worker.receive_weights(WAIT_S)["w00"][0] == 3
         assert worker.received_version == 3
 
-    def test_a_second_trainer_on_the_root_is_refused_until_the_first_leaves(self, root, trainer):
+    def test_second_trainer_on_root_is_refused_until_first_leaves(self, root, trainer):
+        """A root takes one publishing trainer at a time; a second one gets StoreError."""
         trainer.send_weights("policy", weights(1))
         second = tx.DiskTransport(root)
         with pytest.raises(StoreError, match="another trainer publishes into"):
@@ -148,7 +151,8 @@ class TestLifetime:
         second.send_weights("policy", weights(2))
         second.shutdown()
 
-    def test_what_a_killed_trainer_left_is_swept_and_the_old_version_stays(self, root, worker):
+    def test_files_of_killed_trainer_are_swept_and_old_version_stays(self, root, worker):
+        """Workers keep reading the old version; the next trainer removes the unfinished files."""
         with running_python(calling(stops_half_way, str(root))) as child:
             assert child.stdout.readline() == "now\n"
         assert any(".tmp-" in name for name in everything(root))
@@ -160,7 +164,8 @@ class TestLifetime:
         assert worker.receive_weights(WAIT_S)["w00"][0] == 2
         trainer.shutdown()
 
-    def test_the_probe_goes_with_the_next_version_and_with_the_trainer(self, root, trainer):
+    def test_probe_file_goes_with_next_version_and_with_shutdown(self, root, trainer):
+        """The probe file of an open is removed by the next version and by the trainer's shutdown."""
         trainer.open(1, (), Deadline(WAIT_S))
         assert len(everything(root)) == 1
         trainer.send_weights("policy", weights(1))

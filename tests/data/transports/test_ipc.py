@@ -43,7 +43,8 @@ channel, make = ipc_ends.channel, ipc_ends.make
 
 
 class TestBetweenProcesses:
-    def test_several_workers_take_the_same_buffer_and_outlive_their_trainer(self, make, channel):
+    def test_several_workers_share_a_buffer_and_outlive_trainers(self, make, channel):
+        """Several workers read the same buffer and receive the versions of the next trainer, too."""
         program = calling(follows, channel)
         with running_python(program) as a, running_python(program) as b, running_python(program) as c:
             for values in ((1, 2, 3), (4, 5)):
@@ -87,7 +88,8 @@ class TestBetweenProcesses:
 
 @pytest.mark.parametrize("at", [0, 20, 39])
 class TestDeaths:
-    def test_a_trainer_that_is_killed_frees_the_buffer_and_the_worker_says_so(self, make, channel, at):
+    def test_killed_trainer_frees_the_buffer_and_worker_reports(self, make, channel, at):
+        """A killed trainer frees the buffer; its worker raises an error and receives from the next trainer."""
         worker = make(timeout_s=WAIT_S)
         with running_python(calling(stops_sending, channel, int(signal.SIGKILL), at)) as child:
             with pytest.raises(WeightSyncError, match=r"the trainer.*is gone"):
@@ -97,7 +99,7 @@ class TestDeaths:
         assert worker.receive_weights(0.0) is None
         exchange(make(), worker)
 
-    def test_a_worker_that_is_killed_is_named_and_the_next_send_arrives(self, make, channel, at):
+    def test_killed_worker_is_named_and_the_next_send_arrives(self, make, channel, at):
         trainer, worker = make(timeout_s=WAIT_S), make()
         with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad:
             named = pytest.raises(TransportError, match=rf"did not arrive: a worker \(pid {bad.pid}\)")
@@ -136,7 +138,8 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
     exchange(make(), worker)
 
 
-def test_a_worker_that_took_everything_may_leave_before_the_trainer_looks(make):
+def test_worker_may_leave_before_the_trainer_sees_completion(make):
+    """A worker that received every tensor may shut down before the trainer looks; the send succeeds."""
     worker, left = make(), threading.Event()
 
     class Waits(MappingSource):

@@ -61,7 +61,8 @@ def no_memory(device, nbytes):
 
 
 class TestFailures:
-    def test_a_source_that_fails_ends_the_workers_wait_and_the_next_send_arrives(self, make):
+    def test_failing_source_ends_the_workers_wait(self, make):
+        """A source that fails ends the worker's wait, and the next send arrives."""
         trainer, worker = make(), make()
         with receiving(worker) as arriving:
             with pytest.raises(ValueError, match="the source broke"):
@@ -70,7 +71,8 @@ class TestFailures:
                 arriving.result(WAIT_S)
         exchange(trainer, worker)
 
-    def test_a_worker_that_stops_loading_is_named_and_the_next_send_arrives(self, make):
+    def test_worker_that_stops_loading_is_named_in_the_error(self, make):
+        """The trainer's error names a worker that stops loading, and the next send arrives."""
         trainer, worker = make(), make()
 
         def take_one():
@@ -84,7 +86,8 @@ class TestFailures:
             stopping.result(WAIT_S)
         exchange(trainer, worker)
 
-    def test_workers_that_do_not_come_are_named_at_the_deadline_and_those_who_were_not_let_in(self, make):
+    def test_deadline_names_missing_workers_and_refused_connections(self, make):
+        """The deadline's error names the ranks that did not connect and the processes that were refused."""
         with pytest.raises(DeadlineError, match=r"1 of 1 workers did not connect within 0\.2 s"):
             make(timeout_s=0.2).send_weights(weights())
         info, wait = opened(make(timeout_s=1.0), 2)
@@ -110,7 +113,7 @@ class TestFailures:
             with pytest.raises(TransportError if how == "stop" else NotConnectedError):
                 receiving.result(WAIT_S)
 
-    def test_a_trainers_wait_for_a_worker_that_does_nothing_can_be_ended(self, make):
+    def test_trainers_wait_for_an_idle_worker_can_be_ended(self, make):
         trainer, within = make(), Deadline(10 * WAIT_S)
         with joined(trainer), ThreadPoolExecutor(1) as pool:
             handoff, _ = prepared(trainer, weights(), within)
@@ -137,7 +140,8 @@ class TestFailures:
         exchange(trainer, worker)
         assert trainer.staging_bytes == 4 << 20
 
-    def test_a_handoff_of_too_many_buckets_is_refused_before_anybody_waits(self, make):
+    def test_handoff_of_too_many_buckets_is_refused_by_both_ends(self, make):
+        """Trainer and worker refuse a handoff of too many buckets before either of them waits."""
         trainer, within = make(), Deadline(10 * WAIT_S)
         huge = (ParamMeta("huge", torch.uint8, ((SMALL_BYTES << 19) + 1,)),)
 
@@ -158,7 +162,8 @@ class TestFailures:
 
 
 class TestHandles:
-    def test_a_segment_is_plain_json_shows_what_is_written_and_cannot_be_cut_under_others(self):
+    def test_host_segment_is_shared_by_json_and_cannot_be_truncated(self):
+        """A host segment's handle is plain JSON, its memory is shared, and no process can truncate it."""
         own = create(8192)
         other = HostHandle.from_json(json.loads(json.dumps(own.handle.to_json()))).attach()
         own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -209,7 +214,8 @@ class TestOtherUsers:
             with pytest.raises(TransportError, match=rf"pid {stranger.pid}\) belongs to user {NOBODY}"):
                 make().receive_weights(WAIT_S)
 
-    def test_one_who_has_the_address_and_does_not_listen_may_be_anybody(self, make, channel):
+    def test_address_bound_by_a_process_that_does_not_listen(self, make, channel):
+        """An address that another process has bound fails the send, even if that process does not listen."""
         words = "another process, perhaps of another user, already listens"
         with calling_as_nobody(binds, shared_address(channel)), pytest.raises(TransportError, match=words):
             make().send_weights(weights())
@@ -285,7 +291,8 @@ class TestMemoryOfADevice:
         monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *given: rebuilt.append(given) or empty(8192))
         return rebuilt
 
-    def test_another_process_rebuilds_what_was_shared_and_its_own_maps_nothing(self, played):
+    def test_cuda_handle_is_rebuilt_in_another_process_only(self, played):
+        """Another process rebuilds the CUDA memory from its handle; the process that owns it maps nothing."""
         own = cuda_ipc.create_cuda("GPU-0", 8192)
         handle = CudaHandle.from_json(json.loads(json.dumps(own.handle.to_json())))
         assert handle.attach().flat is own.flat and not played

@@ -55,7 +55,8 @@ WAYS = [emptied, made_again, flipped, flipped_to_another_run]
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 class TestOneTrainer:
-    def test_readers_get_the_next_version_and_no_number_is_used_twice(self, link, way, count, transport):
+    def test_readers_of_moved_root_get_next_version_number(self, link, way, count, transport):
+        """After the root moved, readers get the next versions, and no version number is used twice."""
         trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
         own = weights()
         for _ in range(count):
@@ -109,7 +110,7 @@ def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transpor
     first.shutdown()
 
 
-def test_a_writer_changes_nothing_in_a_directory_that_it_did_not_lock(link):
+def test_writer_refuses_change_in_directory_it_did_not_lock(link):
     store, other = LocalStore(link), LocalStore(link)
     store.own()
     flipped(link)

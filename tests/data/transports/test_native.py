@@ -34,7 +34,8 @@ SIZE = 512
 
 
 @given(PARAMS, st.sampled_from(["sglang", "vllm"]))
-def test_calls_and_broadcasts_cover_every_parameter_once_and_in_order_as_stock_engines_cut_them(params, make):
+def test_native_layout_covers_each_parameter_once_in_order(params, make):
+    """Calls and broadcasts cover every parameter once, in order, in the buckets of stock engines."""
     buckets, calls = layout_of(params, make, SIZE)
     carried = [(span.first, span.stop) for one in buckets for span in one.spans]
     for pairs in (calls, carried):
@@ -126,7 +127,8 @@ def test_every_bit_arrives_at_four_workers_in_two_versions(trainer, workers):
     assert leave(workers, name) == [{"ok": None}] * 4
 
 
-def test_a_trainer_that_gives_up_half_way_frees_all_workers_who_leave_and_the_next_group_works(trainer, workers):
+def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
+    """A trainer that fails half-way frees its workers, who leave; the next group works."""
     name = connect(trainer, workers)
     source = Interrupted(weights(), 5, broken)
     handoff = prepared(trainer, source)
@@ -145,7 +147,8 @@ def test_a_trainer_that_gives_up_half_way_frees_all_workers_who_leave_and_the_ne
     leave(workers, again)
 
 
-def test_a_rank_that_never_comes_ends_the_wait_of_the_others_at_the_trainers_deadline(workers):
+def test_missing_rank_ends_rendezvous_at_trainer_deadline(workers):
+    """When one rank never comes, the other ranks' wait ends at the trainer's deadline."""
     trainer = NativeTransport(timeout_s=SHORT_S)
     handoff = trainer.open(3, (), Deadline(SHORT_S))
     for rank in (1, 2):
@@ -157,7 +160,8 @@ def test_a_rank_that_never_comes_ends_the_wait_of_the_others_at_the_trainers_dea
     trainer.shutdown()
 
 
-def test_a_worker_that_is_stopped_ends_an_update_at_the_deadline_and_by_an_abort(workers):
+def test_stopped_worker_ends_update_at_deadline_or_abort(workers):
+    """A stopped worker ends the update with an error at the deadline, or earlier by an abort."""
     two = workers[:2]
     trainer = NativeTransport(timeout_s=SHORT_S, bucket_bytes=1 << 16)
     for abort in (False, True):

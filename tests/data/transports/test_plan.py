@@ -44,20 +44,23 @@ def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MO
 
 @settings(max_examples=120)
 @given(st.randoms(use_true_random=False))
-def test_each_worker_gets_each_element_that_it_needs_once_within_the_bounds(rng):
+def test_plan_delivers_each_needed_element_once_within_bounds(rng):
+    """Each worker gets each element that it needs exactly once, within the bounds of the buckets."""
     params, held, needed, bucket_bytes = random_case(rng)
     carry_out(plan_of(held, needed, bucket_bytes, params), held, needed)
 
 
 @pytest.mark.parametrize("held", [FSDP_4, HSDP_2X2, REPLICATED_4], ids=["FSDP 4", "HSDP 2x2", "replicated 4"])
 @pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 18, 1 << 30])
-def test_every_rank_sends_of_its_own_and_in_turns_of_what_others_hold_too(held, bucket_bytes):
+def test_plan_has_every_rank_send_owned_or_replicated_elements(held, bucket_bytes):
+    """Every rank sends elements that it holds; ranks that hold the same elements take turns."""
     plan = plan_of(held, TP_2, bucket_bytes)
     carry_out(plan, held, TP_2)
     assert plan.rank_bytes.all()
 
 
-def test_a_tensor_of_many_buckets_takes_few_more_rounds_than_the_busiest_member():
+def test_rounds_of_a_large_tensor_stay_near_the_busiest_member():
+    """A tensor of many buckets takes at most 1.5 times the rounds that the busiest member needs."""
     params, bucket_bytes = [ParamMeta("w", torch.bfloat16, (1024, 512))], 1 << 13
     held, needed = (
         [[stretch((1024, 512), axis, at, members)] for at in range(members)] for axis, members in ((0, 3), (1, 5))
@@ -66,7 +69,8 @@ def test_a_tensor_of_many_buckets_takes_few_more_rounds_than_the_busiest_member(
     assert plan.rounds <= 1.5 * max(*plan.rank_bytes, *plan.worker_bytes) / bucket_bytes
 
 
-def test_equal_workers_form_a_chain_and_cost_the_trainer_one_send():
+def test_equal_workers_form_a_chain_fed_by_one_send():
+    """Workers with equal needs form a chain, for which the trainer sends each element once."""
     alone, four = plan_of(FSDP_4, TP_2), plan_of(FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2])
     assert np.array_equal(alone.rank_bytes, four.rank_bytes)
     assert np.array_equal(four.worker_bytes, np.tile(alone.worker_bytes, 4))
@@ -78,7 +82,8 @@ def test_equal_workers_form_a_chain_and_cost_the_trainer_one_send():
     assert all(set(dict(member_of(four, 0).links(at))) <= {1, 2} for at in range(four.rounds))
 
 
-def test_elements_that_nobody_holds_are_named_even_where_nobody_needs_them():
+def test_elements_held_by_nobody_are_named_even_if_not_needed():
+    """A plan names elements that no rank holds, even where no worker needs them."""
     held = [[list(blocks) for blocks in member] for member in FSDP_4]
     held[2][6] = [Block((256, 0), (384, 100))]
     with pytest.raises(ManifestError, match=r"holds elements \[256:384, 100:256\] of layers\.1\.q bfloat16"):
@@ -153,7 +158,8 @@ def test_a_damaged_plan_is_refused_or_names_what_its_member_has(data):
 
 @settings(max_examples=100)
 @given(st.data())
-def test_a_plan_for_damaged_needs_is_refused_or_moves_what_lies_within_the_parameters(data):
+def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
+    """A plan for damaged needs is refused, or moves only elements that lie within the parameters."""
     whole = Share.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
     try:
         share = unpacked(text_of(damaged(struct_of(text_of(GOOD)), data)), Share, "worker 0 sent needs")

@@ -111,7 +111,8 @@ UPDATE = st.tuples(st.sampled_from(["leads", "leads", "fails"]), st.sampled_from
 @settings(max_examples=12)
 @given(st.sampled_from(KINDS), st.lists(UPDATE, max_size=4))
 @example("tcp", [("leads", "is away", "fails a step"), ("fails", "follows", "fails to begin"), ("leads", *WAYS[::3])])
-def test_an_update_fails_on_all_ranks_or_on_none_and_all_are_in_the_next(kind, updates):
+def test_update_fails_on_all_ranks_or_none(kind, updates):
+    """An update fails on all trainer ranks or on none, and all ranks take part in the next one."""
     steps = {"follows": echo, "fails to begin": raising(ManifestError("the tensors differ")), "fails a step": failing}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         stores = Stores(kind, folder)
@@ -175,7 +176,8 @@ class TestFailures:
             call.result(WAIT_S)
         together(beside, [first, second], 2)
 
-    def test_errors_of_every_class_interrupts_and_words_that_are_no_text_are_heard(self, stored, beside):
+    def test_rank_0_errors_of_any_class_reach_other_ranks(self, stored, beside):
+        """Other ranks hear of errors, interrupts and messages that are not valid text."""
         first, second = stored.trainer()
         for error, kind in (
             (UpdateError("no engine is left"), UpdateError),
@@ -198,7 +200,8 @@ class TestFailures:
             second.following(echo)
         together(beside, [first, second], 2)
 
-    def test_two_threads_of_one_rank_are_refused_and_the_update_goes_on(self, stored, beside):
+    def test_second_thread_of_a_rank_is_refused_during_update(self, stored, beside):
+        """A second update call on the same rank is refused, and the update in progress completes."""
         trainer = stored.trainer()
         entered, refused = threading.Event(), threading.Event()
 
@@ -241,7 +244,8 @@ class TestWaits:
             call.result(WAIT_S)
         together(beside, trainer, 2)
 
-    def test_a_rank_waits_for_rank_0_until_its_deadline_and_its_own_failure_comes_first(self, stored):
+    def test_rank_waits_for_rank_0_until_deadline(self, stored):
+        """A rank waits for rank 0 until its deadline, and raises its own error before the deadline's."""
         _, second = stored.trainer(timeout_s=0.01)
         with pytest.raises(DeadlineError, match="trainer rank 0 began no update"):
             second.following(echo)
@@ -276,7 +280,8 @@ class TestAlone:
             session.settle()
         assert ranks.session.answers() == []
 
-    def test_a_rank_without_a_group_gathers_and_believes_in_the_update(self):
+    def test_rank_without_group_gathers_and_assumes_success(self):
+        """A rank without a process group runs its gather step and returns no version."""
         ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
         assert not ranks.drives
         assert ranks.following(lambda: {"gather": ran.append}) is None

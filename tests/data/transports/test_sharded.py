@@ -95,7 +95,8 @@ def test_every_worker_gets_its_slices_and_no_more(rank, world, folder):
 
 
 @on_ranks(2)
-def test_equal_engines_that_join_or_leave_cost_the_trainer_no_more_than_one(rank, world, folder):
+def test_equal_engines_cost_the_trainer_no_more_than_one(rank, world, folder):
+    """The trainer's ranks send as many bytes to two equal engines as to one, within a tenth."""
     made, served, costs = fsdp_policy(), [Served(), Served()], []
     with sending(rank, served[:1], dtype=torch.bfloat16) as sender:
         sender.register_model(made)
@@ -122,7 +123,9 @@ def test_slices_and_stages_are_proved(loader):
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_and_holes_are_named_on_every_rank_and_cost_nothing(rank, world, folder):
+def test_shard_mismatch_and_holes_are_named_on_every_rank(rank, world, folder):
+    """Every rank names the parameters that disagree or have holes, and the engine takes the next update."""
+
     def rows(name, shape, rank, world):
         return [chunk(shape, 0, rank, world)]
 
@@ -166,7 +169,8 @@ def sent(ends, weights):
     return beside(lambda: trainer.send_weights(weights), lambda: worker.receive_weights(WAIT_S))
 
 
-def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_byte_moves(ends, monkeypatch):
+def test_unreadable_transfer_plan_ends_update_on_both_sides(ends, monkeypatch):
+    """A transfer plan that a worker cannot read ends the update on both sides before a byte moves."""
     put = HostedNotes.put
 
     def damaged(self, key, value, **how):

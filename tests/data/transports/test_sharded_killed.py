@@ -186,7 +186,8 @@ def drawn(counts, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_is_killed_no_engine_serves_a_mixture_and_nobody_hangs(counts, seed):
+def test_killed_process_leaves_no_mixed_weights_and_no_hang(counts, seed):
+    """Whichever process is killed, no engine serves a mixture of versions, and no other process hangs."""
     assert_survived(*drawn(counts, seed))
 
 

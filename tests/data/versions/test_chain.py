@@ -137,7 +137,8 @@ def test_a_version_number_survives_its_name(number):
         assert version_number(other) is None
 
 
-def test_versions_are_listed_oldest_first_and_the_pointer_only_moves_forward(tmp_path):
+def test_versions_are_sorted_and_the_pointer_moves_forward_only(tmp_path):
+    """Versions are listed oldest first, and the pointer to the latest one never moves back."""
     for name in (*map(version_name, (999_999, 3, 1_000_000)), "weight_v7", "weight_v00000x", "other"):
         (tmp_path / name).mkdir()
     assert Chain(LocalStore(tmp_path)).numbers() == [3, 999_999, 1_000_000]
@@ -164,7 +165,9 @@ def test_a_pointer_that_can_name_no_version_stops_nobody(tmp_path, pointer, tran
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-def test_without_locks_of_two_trainers_the_one_that_began_first_is_refused(tmp_path, monkeypatch, transport):
+def test_second_trainer_without_file_locks_ousts_the_first(tmp_path, monkeypatch, transport):
+    """Where file locks are missing, a second trainer on the root makes the first one's sends fail."""
+
     def refused(*_):
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -218,7 +221,8 @@ def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
     assert store.manifests > 0
 
 
-def test_any_version_is_joined_or_followed_within_the_bytes_of_its_route(tmp_path):
+def test_reader_reads_few_more_bytes_than_its_route_needs(tmp_path):
+    """A reader that joins or follows at any version reads at most 1.2 times the bytes of its route."""
     trainer = tx.DeltaTransport(tmp_path, encoding="ulp", keyframe_every=20, keep_files=True)
     own, history = {"w": torch.randn(4000).bfloat16(), "b": torch.zeros(3)}, {}
     for version in range(1, 102):

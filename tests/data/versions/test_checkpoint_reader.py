@@ -45,9 +45,8 @@ class TestVisibility:
 class TestReading:
     @pytest.mark.parametrize("transport", ["disk", "delta"])
     @pytest.mark.parametrize("runs", [(1, 1, 1), (2, 2, 2), (2, 1)], ids=str)
-    def test_a_new_run_in_an_emptied_root_is_followed_and_a_copy_of_the_old_one_is_nothing_new(
-        self, root, transport, runs
-    ):
+    def test_new_run_in_an_emptied_root_is_followed(self, root, transport, runs):
+        """A reader follows a new run in an emptied root and takes no version from a copy of the old root."""
         worker = tx.make_transport(transport, root=root)
         for value, versions in enumerate(runs):
             trainer = tx.make_transport(transport, root=root)
@@ -70,7 +69,8 @@ class TestReading:
         shutil.rmtree(root / "weight_v000001")
         assert dict(end.receive(arrival, {}, Deadline(WAIT_S)))["w19"][0] == 1
 
-    def test_a_process_that_follows_a_trainer_in_a_hurry_never_sees_a_mixture(self, root, trainer):
+    def test_reader_of_a_fast_trainer_never_sees_mixed_versions(self, root, trainer):
+        """A process that follows a trainer at full speed never reads a mixture of two versions."""
         with running_python(calling(follow, str(root))) as child:
             assert child.stdout.readline() == "ready\n"
             version = 0

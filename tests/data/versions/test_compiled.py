@@ -71,14 +71,16 @@ print("kept" if hits else "compiled")
 """Code, as the version has to be another one before anything of ours is imported."""
 
 
-def test_versions_of_the_compiler_that_share_a_folder_keep_each_others_code(tmp_path):
+def test_compiler_versions_share_a_cache_folder(tmp_path):
     """A trainer's environment and an engine's: each comes back and finds what it compiled."""
     for version, expected in (("", "compiled"), ("0.0", "compiled"), ("", "kept")):
         found = python(MASK, version, prefix=("env", f"NUMBA_CACHE_DIR={tmp_path}"))
         assert found.split() == [expected], version
 
 
-def test_where_nothing_can_be_tried_loops_are_compiled_by_the_first_update(monkeypatch, tmp_path):
+def test_loops_compile_in_first_update_without_temporary_folder(monkeypatch, tmp_path):
+    """Where no temporary folder can be made, the first update compiles the loops."""
+
     def full(prefix):
         raise OSError("no room")
 
@@ -93,7 +95,7 @@ def test_where_nothing_can_be_tried_loops_are_compiled_by_the_first_update(monke
 
 
 @pytest.mark.parametrize("encoding", ["ulp", "deltas_zstd"])
-def test_a_worker_that_joins_in_inference_mode_compiles_like_any_other(encoding):
+def test_loops_compile_in_inference_mode(encoding):
     compiled._compile.cache_clear()
     with torch.inference_mode():
         compiled.compile_loops(make_codec(encoding), [ParamMeta("w", torch.bfloat16, (3,))])

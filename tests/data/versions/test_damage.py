@@ -17,7 +17,7 @@ def own():
 
 @pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", WAYS)
-def test_a_delta_that_was_made_worse_is_refused_or_is_what_was_published(what, count, own):
+def test_damaged_delta_is_refused_or_reads_as_published(what, count, own):
     outcomes = many(what, count, 1, own)
     assert not outcomes["wrong"]
     assert outcomes["read"] and sum(outcomes.values()) - outcomes["read"] > count // 2

@@ -90,7 +90,7 @@ def same(one, other):
 
 
 @MAKERS
-def test_a_manifest_survives_its_bytes_and_plain_json_says_the_same(make):
+def test_manifest_reads_back_from_its_bytes_and_plain_json(make):
     original = make()
     for data in (original.to_bytes(), unpacked(original), signed(document(original))):
         assert same(read_manifest(data, "here"), original)
@@ -209,7 +209,8 @@ def test_blocks_that_cannot_be_are_refused(column, value):
 
 
 @MAKERS
-def test_a_part_is_no_manifest_and_neither_is_more_or_one_without_its_checksum(make):
+def test_cut_extended_or_unsigned_manifest_is_refused(make):
+    """A manifest that is cut, extended, or lacks its checksum is refused as damaged."""
     text = unpacked(make())
     cut = json.dumps(document(make())).encode()
     again = cut[:-1] + END % (b"0" * 32)

@@ -82,7 +82,7 @@ def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
     assert names(store) == []
 
 
-def test_an_error_names_the_file_and_not_what_it_is_called_meanwhile(store):
+def test_write_error_names_the_file_and_not_its_temporary(store):
     name = "k" * 250  # which leaves no room for more
     with pytest.raises(StoreError, match=f"cannot write {store.url}/{name}: "):
         store.put(name, b"")
@@ -164,7 +164,8 @@ def descriptors(free):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_could_not_be_removed_is_removed_before_the_next_version(store):
+def test_undeleted_folder_is_removed_before_the_next_version(store):
+    """A folder whose removal failed is removed when the writer next owns the store."""
     with store.draft("folder") as draft:
         draft.write("file", b"1")
     with descriptors(0):

@@ -74,7 +74,7 @@ def assert_bounded(store, route_bytes):
     assert store.most <= payloads.HELD_BYTES + 4 * payloads.SPAN_BYTES  # and what threads decode right now
 
 
-def test_changes_over_many_versions_hold_a_bounded_number_of_bytes_and_are_read_once(chain):
+def test_changes_over_many_versions_are_read_in_bounded_memory(chain):
     reader, store, history = chain
     changes = reader.changes(VERSIONS)
     tensors = {name: tensor.clone() for name, tensor in history[1].items()}
@@ -87,7 +87,7 @@ def test_changes_over_many_versions_hold_a_bounded_number_of_bytes_and_are_read_
     assert reader.changes(VERSIONS) is not None and same(reader.mirror, history[VERSIONS])
 
 
-def test_a_reader_that_joins_streams_the_deltas_after_the_keyframe(chain):
+def test_joining_reader_streams_the_deltas_after_the_keyframe(chain):
     _, store, history = chain
     joined = ChainReader(Chain(store))
     route = joined.open(VERSIONS)
@@ -96,7 +96,8 @@ def test_a_reader_that_joins_streams_the_deltas_after_the_keyframe(chain):
     assert_bounded(store, joined.read_bytes)
 
 
-def test_deltas_that_are_damaged_or_collected_while_they_are_read_name_a_tensor_and_change_nothing(chain):
+def test_damaged_or_collected_delta_names_a_tensor(chain):
+    """A delta that is damaged or collected during a read raises an error with a tensor's name."""
     reader, store, history = chain
     flip(store.root / "weight_v000007" / "delta-00001.bin", 9000)
     with pytest.raises(IntegrityError, match=r"tensor 't\d+' .*weight_v000007"):
@@ -110,7 +111,7 @@ def test_deltas_that_are_damaged_or_collected_while_they_are_read_name_a_tensor_
     assert same(dict(reader.tensors(reader.open(4), {})), history[4])
 
 
-def test_a_reader_whose_versions_are_removed_under_it_takes_the_newest_keyframe(chain, monkeypatch):
+def test_reader_of_removed_versions_takes_the_newest_keyframe(chain, monkeypatch):
     _, store, history = chain
     reads, newest = [], {name: tensor + 1 for name, tensor in history[VERSIONS].items()}
 
@@ -134,7 +135,8 @@ class CountingRemote(Counting, RemoteStore):
         return super().get(key, at_most)
 
 
-def test_a_remote_keyframe_is_read_in_ranges_and_verified_before_tensors_are_filled(monkeypatch):
+def test_remote_keyframe_is_verified_before_tensors_are_filled(monkeypatch):
+    """A remote keyframe is read in ranges, and a damaged one raises an error before it fills a tensor."""
     monkeypatch.setattr(remote, "_AHEAD_BYTES", 4 << 10)
     monkeypatch.setattr(_RemoteFile, "chunk_bytes", 16 << 10)
     monkeypatch.setattr(checkpoint_reader, "_BATCH_BYTES", 16 << 10)

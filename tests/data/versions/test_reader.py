@@ -67,7 +67,7 @@ def test_copies_that_stopped_half_way_are_not_built_on(chain, error):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_reader_that_cannot_read_all_back_begins_at_the_oldest_version_with_what_it_can(tmp_path, at):
+def test_reader_with_partial_digests_adopts_oldest_version(tmp_path, at):
     """Version 3 changes only what has no digest, so nobody can tell it from version 2; version 1 is like the base."""
     own, history = {"read": torch.zeros(50), "packed": torch.zeros(50)}, []
     base, trainer = checkpoint(tmp_path / "base", own), None
@@ -86,7 +86,8 @@ def test_a_reader_that_cannot_read_all_back_begins_at_the_oldest_version_with_wh
     assert same(dict(reader.changes(4).whole(["packed"])), {"packed": own["packed"]})
 
 
-def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, monkeypatch):
+def test_staging_decodes_each_written_tensor_once(chain, monkeypatch):
+    """Staging decodes only the tensors it writes, once, and lists the other changed ones by name."""
     reader, history = chain
     decoded, decode = [], OpenDelta.decode
     monkeypatch.setattr(
@@ -103,7 +104,8 @@ def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_come_in_any_order_and_each_range_is_decoded_once(kind, monkeypatch):
+def test_delta_decodes_each_range_once_for_any_tensor_order(kind, monkeypatch):
+    """A delta route takes tensors in any order and decodes each range once."""
     one, decoded, decode = published_delta(kind), [], OpenDelta.decode
     monkeypatch.setattr(
         OpenDelta, "decode", lambda delta, within, old: decoded.append(within) or decode(delta, within, old)

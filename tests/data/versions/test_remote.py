@@ -57,7 +57,8 @@ def test_a_chain_is_published_followed_joined_and_collected(url):
     assert Chain(open_store(url)).numbers() == [4, 5]
 
 
-def test_a_new_run_that_got_as_far_in_an_emptied_root_is_followed(url):
+def test_new_run_with_same_version_in_emptied_root_is_followed(url):
+    """A reader takes a new run's version 1 although it already had a version 1 of the old run."""
     worker = at(url)
     for number in (1, 2):
         trainer = at(url)
@@ -70,7 +71,8 @@ def test_a_new_run_that_got_as_far_in_an_emptied_root_is_followed(url):
             store.delete(name)
 
 
-def test_of_two_trainers_the_one_that_began_first_is_refused_and_harms_nothing(url):
+def test_older_of_two_trainers_is_refused_and_harms_no_version(url):
+    """Of two trainers in one root the one that began first is refused, and readers get the other's."""
     first, second, reader = at(url), at(url), at(url)
     first.send_weights(value(1))
     second.send_weights(value(2))
@@ -133,7 +135,8 @@ def killed_trainer(url):
         trainer.send_weights(value(number))
 
 
-def test_a_trainer_killed_before_its_manifest_leaves_the_version_before(s3):
+def test_trainer_killed_before_manifest_keeps_previous_version(s3):
+    """Readers get the previous version if a trainer is killed before it writes its manifest."""
     url = f"s3://bucket/{uuid.uuid4().hex}"
     with running_python(calling(killed_trainer, url)) as child:
         assert child.stdout.readline() == "now\n"
@@ -166,7 +169,8 @@ def test_a_reader_during_a_publish_sees_whole_versions_alone(url, monkeypatch):
     assert {1, 2, 3} <= set(seen)
 
 
-def test_a_reader_whose_keyframe_is_removed_under_it_takes_the_newest(url, monkeypatch):
+def test_reader_takes_newest_version_if_its_keyframe_is_removed(url, monkeypatch):
+    """A reader whose keyframe is removed during the read takes the newest version."""
     trainer, reads = at(url, keyframe_every=1), []
     trainer.send_weights(value(1))
     ranges = RemoteStore.ranges
@@ -351,7 +355,8 @@ def run_in_the_manifest(store, number):
     return SimpleNamespace(run_id=store.get(f"{version_name(number)}/manifest.json").decode())
 
 
-def test_no_interleaving_of_two_writers_loses_or_changes_a_version(monkeypatch):
+def test_interleaved_writers_lose_or_change_no_version(monkeypatch):
+    """Two writers in any interleaving lose or change no published version."""
     monkeypatch.setattr("torchrl_ext.data.versions.chain.read_version", run_in_the_manifest)
     published = refused = 0
     for seed in range(RUNS):

@@ -76,7 +76,7 @@ class Worker:
         return same(self.live, {name: tensors[name][block.within(whole[name])] for name, block in self.blocks.items()})
 
 
-def test_a_worker_reads_the_blocks_in_which_its_rows_are_and_lands_all_that_is_its_own(tmp_path, monkeypatch):
+def test_worker_reads_and_lands_only_the_blocks_of_its_rows(tmp_path, monkeypatch):
     """Workers catch up over versions 2 and 3 at once, then follow to 4; their digests add up to the trainer's."""
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
     monkeypatch.setattr(payloads, "_GAP_BYTES", 0)

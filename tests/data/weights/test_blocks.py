@@ -20,7 +20,7 @@ from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits
 
 
-def test_tensors_of_a_plain_model_and_its_experts_are_views_of_live_memory():
+def test_plain_and_expert_tensors_are_views_of_live_memory():
     model = converted_model("qwen3_moe")
     live = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     expected = dict(as_source(model))
@@ -32,7 +32,8 @@ def test_tensors_of_a_plain_model_and_its_experts_are_views_of_live_memory():
     assert not expected
 
 
-def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeypatch):
+def test_group_of_copied_tensors_is_made_once_at_the_first_take(monkeypatch):
+    """Tensors that are copied as a group are made when the first is taken, once, and only in order."""
     made = []
 
     def revert(model, tensors):
@@ -71,7 +72,7 @@ class Made(WeightSource):
         yield "b", torch.ones(0)
 
 
-def test_a_source_of_another_kind_gives_whole_tensors_of_one_pass():
+def test_custom_source_gives_whole_tensors_in_one_pass():
     source = Made()
     shards = list(UpdateSource(source).shards())
     assert [shard.gathers for shard in shards] == [True, True]

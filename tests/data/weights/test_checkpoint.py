@@ -25,7 +25,8 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_a_checkpoint_gives_its_tensors_each_time_and_its_other_files_and_holds_no_file_open(sharded):
+def test_checkpoint_source_repeats_and_keeps_no_file_open(sharded):
+    """Each pass over a checkpoint gives all its tensors, and no file stays open."""
     (sharded / "tokenizer.json").write_text("{}")
     expected, before = tiny_model(dtype=torch.bfloat16).state_dict(), len(os.listdir("/proc/self/fd"))
     source = CheckpointSource(sharded)
@@ -70,7 +71,7 @@ def test_an_index_that_cannot_be_right_is_refused(sharded, change, said):
         CheckpointSource(sharded)
 
 
-def test_files_that_contradict_each_other_or_hold_no_weights_are_refused(tmp_path):
+def test_missing_or_duplicate_checkpoint_weights_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         CheckpointSource(tmp_path)
     with pytest.raises(ConfigError, match="no directory"):
@@ -161,7 +162,8 @@ class TestDirectoriesThatAreSavedInto:
             next(pairs)
 
 
-def test_tokenizers_of_other_names_go_along_and_folders_are_named(tmp_path, caplog):
+def test_companion_files_hold_tokenizers_and_skip_folders(tmp_path, caplog):
+    """Tokenizer files of any name are companion files, and the log names the folders left out."""
     carried = {
         "tokenizer.model": b"1",
         "tokenizer.model.v3": b"2",

@@ -84,7 +84,8 @@ def test_what_is_held_lies_in_the_memory_of_the_module():
     assert (held[EXPERT] == 3.0).all() and held[EXPERT].shape == (8, 16)
 
 
-def test_a_copy_that_a_checkpoint_needs_is_made_on_the_way_and_is_not_held():
+def test_source_does_not_hold_copies_made_for_checkpoint_names():
+    """A source creates the copies that a checkpoint layout needs while it sends, and holds none."""
     source = as_source(converted_model("hrm_text"))
     left = {meta.name for meta in source.params()} - set(source.held())
     assert left and all("gqkv" in name or "gate_up" in name for name in left)
@@ -98,7 +99,8 @@ def test_a_layer_stays_together_and_tied_tensors_travel_once():
     assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
 
 
-def test_a_model_inside_another_module_keeps_the_beginning_of_its_names():
+def test_model_inside_module_keeps_name_prefix():
+    """A model inside another module is sent under checkpoint names with the module's prefix."""
     model = converted_model("mixtral")
     found = dict(as_source(nn.ModuleDict({"policy": model, "value": nn.Linear(2, 1)})))
     expected = {f"policy.{name}": tensor for name, tensor in as_source(model)}
@@ -117,7 +119,8 @@ def test_an_adapter_is_merged_under_the_names_of_the_checkpoint():
     assert same(found, dict(as_source(model.merge_and_unload())))
 
 
-def test_conversions_of_any_kind_are_undone_or_left_alone_with_a_warning(tmp_path, caplog):
+def test_reversible_conversions_are_undone_and_others_warn(tmp_path, caplog):
+    """A conversion with a reverse is undone; one without is left as it is, with a warning."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
     class Doubled(ConversionOps):
@@ -202,7 +205,8 @@ def test_what_does_not_cover_the_model_is_refused_by_name():
         loader.check([*(whole | {EXPERT: ParamMeta(EXPERT, torch.float32, (16, 8))}).values()])
 
 
-def test_a_policy_without_storage_gets_it_from_a_checkpoint_tied_tensors_as_one():
+def test_meta_policy_gets_storage_and_ties_from_checkpoint():
+    """A policy on the meta device gets its storage from a checkpoint, with tied tensors as one."""
     for kind in ("mixtral", "hrm_text", "qwen2_5_vl"):
         sent = converted_model(kind, 1, tie_word_embeddings=True)
         held = converted_model(kind, 2, tie_word_embeddings=True).to("meta")
@@ -217,7 +221,8 @@ def test_a_policy_without_storage_gets_it_from_a_checkpoint_tied_tensors_as_one(
         assert {name: tensor_digest(tensor) for name, tensor in as_source(sent)}.items() <= loader.digests().items()
 
 
-def test_an_update_that_failed_to_check_leaves_the_names_of_the_last_one():
+def test_failed_check_keeps_names_of_last_update():
+    """A loader whose check fails still reports digests under the names of the last good check."""
     model = converted_model("qwen3_moe")
     loader = as_loader(model)
     loader.check(ModuleSource(model).params())
@@ -229,7 +234,8 @@ def test_an_update_that_failed_to_check_leaves_the_names_of_the_last_one():
 # mappings
 
 
-def test_a_mapping_of_some_tensors_goes_under_checkpoint_names_where_these_are_complete():
+def test_partial_mapping_uses_checkpoint_names_where_complete():
+    """A partial mapping goes under checkpoint names where complete; a name given twice is refused."""
     sender, policy = tx.WeightSender(tx.MemoryTransport()), converted_model("qwen3_moe")
     sender.register_model(policy)
     some = {name: tensor for name, tensor in own(policy).items() if name in (STACKED, "model.norm.weight")}

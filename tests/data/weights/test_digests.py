@@ -19,7 +19,8 @@ def of_part(full: torch.Tensor, ranges) -> PositionDigest:
     return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride())))
 
 
-def test_keys_are_never_0_and_never_equal_in_a_row_even_if_shifted():
+def test_digest_keys_are_nonzero_and_distinct_under_shifts():
+    """Keys are never 0, and no two keys of a row are equal, even if shifted by whole bytes."""
     for row in linear_keys().astype(np.uint64):
         shifted = row << np.arange(0, 32, 8, dtype=np.uint64)[:, None]
         assert row.size == 2048 and row.all() and np.unique(shifted).size == shifted.size

@@ -43,7 +43,8 @@ def names(shards):
 
 
 @on_ranks(4)
-def test_fsdp2_holds_rows_in_live_memory_and_some_ranks_hold_nothing(rank, world, folder):
+def test_fsdp2_shards_are_views_of_each_ranks_live_rows(rank, world, folder):
+    """FSDP2's shards are each rank's rows in live memory, and some ranks hold no rows of a tensor."""
     model = policy()
     shards = require_assembled(as_source(model))
     local = {name: parameter.to_local() for name, parameter in model.named_parameters()}
@@ -93,7 +94,8 @@ def test_fsdp2_over_tensor_parallel_layers_split_unevenly(rank, world, folder):
 
 
 @on_ranks(4)
-def test_what_placements_do_not_tell_is_gathered_in_order_and_says_why(rank, world, folder):
+def test_partial_or_reordered_placements_are_gathered(rank, world, folder):
+    """Tensors whose placements give no blocks are gathered in order, and their shards say why."""
     mine = torch.arange(6.0).view(2, 3) * (rank + 1)
     weights = {
         "a": distribute_tensor(torch.arange(5.0), line(), [Shard(0)]),
@@ -121,7 +123,7 @@ def test_what_placements_do_not_tell_is_gathered_in_order_and_says_why(rank, wor
 
 
 @on_ranks(4)
-def test_a_local_tensor_that_is_not_what_its_placement_says_is_refused_by_name(rank, world, folder):
+def test_local_tensor_unlike_its_placement_is_refused_by_name(rank, world, folder):
     wrong = DTensor.from_local(
         torch.ones(rank + 1, 2), line(), [Shard(0)], run_check=False, shape=(10, 2), stride=(2, 1)
     )
@@ -162,7 +164,8 @@ def test_a_cast_of_a_block_is_the_block_of_the_cast(rank, world, folder):
 
 
 @on_ranks(4)
-def test_models_that_transformers_converts_are_told_under_the_names_of_their_checkpoints(rank, world, folder):
+def test_converted_transformers_models_have_checkpoint_names(rank, world, folder):
+    """Models that transformers converts at loading are sent under the names of their checkpoints."""
     for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
         model, reference = converted_model(kind), dict(as_source(converted_model(kind)))
         inner = getattr(model.model, "language_model", model.model)
@@ -182,7 +185,7 @@ def test_models_that_transformers_converts_are_told_under_the_names_of_their_che
 
 
 @on_ranks(4)
-def test_weights_into_which_adapters_are_merged_are_gathered_the_others_are_not(rank, world, folder):
+def test_only_weights_with_merged_adapters_are_gathered(rank, world, folder):
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5))
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["1"], init_lora_weights=False))

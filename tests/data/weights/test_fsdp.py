@@ -35,7 +35,8 @@ def sender_of(transport=None, served=None, **settings):
 
 
 @on_ranks(2)
-def test_rank_0_keeps_an_engine_at_the_trained_weights_in_another_dtype(rank, world, folder):
+def test_rank_0_updates_engine_in_another_dtype(rank, world, folder):
+    """Rank 0 keeps a bfloat16 engine at the weights of a sharded policy that trains in another dtype."""
     policy, served = sharded(Policy()), Policy().bfloat16()
     sender = sender_of(tx.DiskTransport(folder, shard_bytes=128), served, rank=rank, dtype=torch.bfloat16)
     sender.register_model(policy)
@@ -51,7 +52,9 @@ def test_rank_0_keeps_an_engine_at_the_trained_weights_in_another_dtype(rank, wo
 
 
 @on_ranks(2)
-def test_a_failure_on_rank_0_at_any_moment_leaves_no_rank_waiting(rank, world, folder):
+def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
+    """A transport that fails on rank 0 at any step raises UpdateError on every rank, so none waits."""
+
     class Broken(tx.MemoryTransport):
         at = None
 
@@ -83,7 +86,9 @@ def test_a_failure_on_rank_0_at_any_moment_leaves_no_rank_waiting(rank, world, f
 
 
 @on_ranks(2)
-def test_a_part_gathers_nothing_else_and_everything_follows_one_that_failed(rank, world, folder):
+def test_partial_update_gathers_only_its_parameters(rank, world, folder):
+    """A partial update gathers only its parameters; the update after a failed one gathers all."""
+
     class Failing(tx.MemoryTransport):
         failing = False
 
@@ -122,7 +127,7 @@ def test_a_part_gathers_nothing_else_and_everything_follows_one_that_failed(rank
 
 
 @on_ranks(2)
-def test_wrong_weights_on_some_ranks_fail_the_update_on_every_rank(rank, world, folder):
+def test_wrong_weights_on_some_ranks_fail_update_on_all_ranks(rank, world, folder):
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in Policy().state_dict().items()}
     for source in (sharded(Policy()), Policy()):
         sender = sender_of(tx.MemoryTransport(timeout_s=600))
@@ -138,7 +143,9 @@ def test_wrong_weights_on_some_ranks_fail_the_update_on_every_rank(rank, world, 
 
 
 @on_ranks(2)
-def test_a_parameter_that_diverges_from_the_manifest_is_named_and_leaves_no_rank_waiting(rank, world, folder):
+def test_parameter_differing_between_ranks_is_named(rank, world, folder):
+    """A parameter that differs from the manifest is named in the error, and no rank is left waiting."""
+
     class Wrong(tx.WeightSource):
         def __init__(self, source):
             self.source = source
@@ -157,7 +164,9 @@ def test_a_parameter_that_diverges_from_the_manifest_is_named_and_leaves_no_rank
 
 
 @on_ranks(2)
-def test_what_fsdp1_holds_in_flat_pieces_is_refused_on_every_rank_and_nothing_is_published(rank, world, folder):
+def test_fsdp1_flat_parameters_are_refused_on_every_rank(rank, world, folder):
+    """A policy wrapped in FSDP1 is refused on every rank, and no version is published."""
+
     def flat(**how):
         torch.manual_seed(0)
         how["device_id"] = torch.device("cpu")

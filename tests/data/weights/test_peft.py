@@ -87,7 +87,8 @@ def test_several_active_adapters_add_up():
     assert not torch.equal(both[name], second[name])
 
 
-def test_a_disabled_adapter_is_left_out_and_a_merged_one_is_not_added_twice():
+def test_disabled_adapter_is_omitted_and_merged_one_added_once():
+    """A source leaves a disabled adapter out and does not add a merged adapter a second time."""
     model = adapted()
     expected = dict(as_source(model))
     with model.disable_adapter():

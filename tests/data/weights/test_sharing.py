@@ -22,7 +22,8 @@ def rows(start, stop, columns=4):
     return Block((start, 0), (stop, columns))
 
 
-def test_every_rank_finds_the_same_owners_and_each_owns_about_as_much():
+def test_parameter_owners_are_deterministic_and_balanced():
+    """Ranks compute the same owners of parameters, and each rank owns about as many bytes."""
     sizes = (5, 90, 40, 30, 30, 3, 0, 2)
     params = [ParamMeta(f"{number}", torch.float32, (size,)) for number, size in enumerate(sizes)]
     found = owners(params, 3)
@@ -33,7 +34,7 @@ def test_every_rank_finds_the_same_owners_and_each_owns_about_as_much():
 
 
 @given(st.data())
-def test_any_blocks_that_meet_are_cut_so_that_each_element_is_given_once(data):
+def test_overlapping_blocks_are_cut_to_give_each_element_once(data):
     shape = data.draw(SHAPES)
     ranks = st.lists(st.lists(blocks_of(shape), max_size=3), min_size=1, max_size=5)
     held = [(rank, block) for rank, blocks in enumerate(data.draw(ranks)) for block in blocks]

@@ -40,7 +40,8 @@ def test_a_module_gives_parameters_then_persistent_buffers():
     assert set(names(model)) == set(model.state_dict())
 
 
-def test_values_are_those_of_the_moment_without_gradients_and_the_module_is_not_kept():
+def test_source_yields_current_values_and_keeps_no_module():
+    """A source yields the values of the moment without gradients, and does not keep its module alive."""
     model = nn.Linear(2, 2)
     source, reference = as_source(model), weakref.ref(model)
     dict(source)
@@ -53,7 +54,7 @@ def test_values_are_those_of_the_moment_without_gradients_and_the_module_is_not_
     assert reference() is None
 
 
-def test_tensors_that_share_memory_travel_once_under_the_modules_name():
+def test_tied_tensors_travel_once_under_the_modules_name():
     shared = torch.randn(6)
     assert names({"a": shared, "b": shared[:], "c": shared[:3], "d": shared.view(2, 3)}) == ["a", "c", "d"]
     assert names({"a": torch.empty(0), "b": torch.empty(0), "c": torch.empty(0, 3)}) == ["a", "b", "c"]
@@ -203,7 +204,7 @@ def test_other_things_are_no_weights(weights, error, word):
         names(weights)
 
 
-def test_names_lose_what_compile_and_checkpointing_wrap_around_them():
+def test_names_lose_prefixes_of_compile_and_checkpoint_wrappers():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     inner = nn.Sequential(nn.Linear(2, 2))
@@ -268,7 +269,7 @@ def test_casts_and_names_that_cannot_be_are_refused():
         ({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}, "'c'"),
     ],
 )
-def test_the_first_parameter_that_differs_from_the_manifest_is_named(yielded, words):
+def test_first_parameter_that_differs_from_the_manifest_is_named(yielded, words):
     class Claims(Raw):
         def __iter__(self):
             return iter(yielded.items())

@@ -38,7 +38,7 @@ def counted(blocks, shape):
 
 
 @given(st.data())
-def test_blocks_overlap_exactly_where_two_of_them_have_an_element(data):
+def test_overlap_is_found_exactly_when_blocks_share_an_element(data):
     shape = data.draw(SHAPES)
     blocks = data.draw(st.lists(blocks_of(shape, full=False), max_size=5))
     if data.draw(st.booleans()):  # all but a few pieces of a tensor, which meet nowhere
@@ -59,7 +59,8 @@ def test_what_is_left_without_others_has_each_other_element_once(data):
 
 
 @given(st.data())
-def test_merged_blocks_have_every_element_once_and_no_two_of_them_join(data):
+def test_merged_blocks_cover_each_element_once_and_are_maximal(data):
+    """Merged blocks hold every element once, and no two of them could be joined."""
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     blocks = data.draw(st.lists(blocks_of(shape), max_size=8))
     found = merged(blocks)
@@ -161,7 +162,8 @@ def test_a_view_is_what_torch_has_of_its_elements(data):
         assert torch.equal(walk.of(inside.mT.contiguous().mT if inside.dim() > 1 else inside, hull), seen)
 
 
-def test_sides_of_one_and_tensors_without_elements_have_boxes_too():
+def test_boxes_of_unit_sides_scalars_and_empty_tensors():
+    """Views of scalars and with sides of one have boxes; a view of an empty tensor has none."""
     assert box(View((), ()), ()) == box(View((1, 1), (1, 1)), ()) == Block((), ())
     assert box(View((2, 1), (1, 1), 2), (4, 1)) == Block((2, 0), (4, 1))
     assert box(View((4,), (1,)), (1, 4)) == Block((0, 0), (1, 4))

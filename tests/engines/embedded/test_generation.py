@@ -75,7 +75,8 @@ def held_after(engine, passes):
 
 
 class TestTokens:
-    def test_greedy_tokens_of_prompts_of_many_lengths_are_those_of_transformers(self, engine, model):
+    def test_greedy_tokens_equal_transformers_for_mixed_lengths(self, engine, model):
+        """Prompts of many lengths in one batch get the greedy tokens of Transformers."""
         prompts = [PROMPT[:length] for length in (1, 8, 3, 3, 5, 2, 8)]
         running = [submit(engine, prompt, max_tokens=24) for prompt in prompts]
         for prompt, future in zip(prompts, running, strict=True):
@@ -104,7 +105,7 @@ class TestTokens:
         for future in crowd:
             future.result(60)
 
-    def test_a_generation_ends_at_a_stop_token_at_its_end_or_where_the_context_does(self, engine, model):
+    def test_generation_ends_at_stop_token_or_context_length(self, engine, model):
         expected = greedy(model, PROMPT, 16)
         stop = expected[5]
         (sequence,) = generate(engine, stop_token_ids=[stop])
@@ -115,7 +116,7 @@ class TestTokens:
         (sequence,) = generate(engine, max_tokens=None)
         assert (len(sequence.token_ids), sequence.finish_reason) == (CONTEXT - len(PROMPT), "length")
 
-    def test_the_models_own_end_ends_a_generation_unless_it_is_ignored_or_too_early(self, model):
+    def test_eos_token_ends_generation_unless_ignored_or_too_early(self, model):
         expected = greedy(model, PROMPT, 16)
         end = expected[3]
         with scheduling(model, end_ids=frozenset({end})) as scheduler:
@@ -171,11 +172,11 @@ class TestTokens:
             ({"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
         ],
     )
-    def test_a_request_that_cannot_be_served_is_refused_with_the_reason(self, engine, body, words):
+    def test_unservable_request_is_refused_with_reason(self, engine, body, words):
         with pytest.raises(ConfigError, match=words):
             engine.scheduler.submit(GenerateRequest.from_json(body, "request"))
 
-    def test_settings_about_text_and_settings_without_a_value_are_passed_over(self):
+    def test_text_settings_and_empty_settings_are_ignored(self):
         read = request(detokenize=True, stop=None, seed=None, presence_penalty=0.0)
         assert read.sampling == Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 
@@ -193,7 +194,7 @@ class TestPauses:
         assert running.result(60)[0].token_ids == greedy(model, PROMPT, 16)
         assert later.result(60)[0].token_ids == greedy(model, PROMPT[:3], 16)
 
-    def test_wait_lets_what_came_before_end_and_holds_what_comes_after(self, engine):
+    def test_wait_pause_finishes_old_requests_and_holds_new_ones(self, engine):
         running = [submit(engine, max_tokens=40) for _ in range(70)]  # more than fit one pass
         with ThreadPoolExecutor(2) as callers:  # a second one does not cut the first one's wait short
             list(callers.map(lambda _: engine.pause("wait", 60), range(2)))
@@ -213,7 +214,8 @@ class TestPauses:
         engine.resume()
         assert len(running.result(60)[0].token_ids) == 16
 
-    def test_abort_ends_what_runs_with_what_it_has_and_what_waits_with_nothing(self, engine, model):
+    def test_abort_pause_ends_running_and_waiting_requests(self, engine, model):
+        """An abort pause returns the tokens of running requests so far, and none for waiting requests."""
         reached = held_after(engine, 5)
         running, aside = submit(engine), submit(engine, PROMPT[:3], n=2)
         assert reached.wait(60)
@@ -271,9 +273,8 @@ class TestSleep:
         assert engine.wake_up(None)
         assert running.result(60)[0].token_ids == greedy(model, PROMPT, 16)
 
-    def test_without_weights_nothing_is_served_scored_or_counted_until_a_checkpoint_is_loaded(
-        self, engine, checkpoint, model
-    ):
+    def test_engine_slept_at_level_2_refuses_until_reload(self, engine, checkpoint, model):
+        """An engine without weights serves, scores and digests nothing until a checkpoint is loaded."""
         engine.sleep(2, "abort", 10)
         for refused in (engine.digests, lambda: engine.logprobs([PROMPT]), lambda: engine.wake_up(None)):
             with pytest.raises(EngineRefusedError, match="slept at level 2"):

@@ -25,7 +25,8 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-def test_a_server_computes_in_the_dtype_that_it_is_told_and_ends_with_its_block(checkpoint):
+def test_server_computes_in_the_given_dtype_and_ends(checkpoint):
+    """A server computes in the given dtype and ends with its block."""
     with EmbeddedServer(checkpoint, dtype="bfloat16", threads=1) as server:
         process = psutil.Process(server.pid)
         assert server.alive() and httpx.get(f"{server.url}/health").status_code == 200
@@ -88,6 +89,6 @@ def test_more_routes_are_served_where_the_command_names_them(run, checkpoint, ca
 
 
 @pytest.mark.parametrize("routes", ["nowhere.at.all:routes", "torchrl_ext:nothing", "no module"])
-def test_routes_that_are_not_there_are_named_and_nothing_is_served(run, checkpoint, capsys, routes):
+def test_missing_routes_are_named_and_no_server_starts(run, checkpoint, capsys, routes):
     status, served = run(checkpoint, "--routes", routes)
     assert (status, served) == (1, []) and capsys.readouterr().err.strip()

@@ -116,7 +116,8 @@ def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeyp
     assert "secret" in caplog.text
 
 
-def test_one_question_tells_whatever_a_client_asks_before_a_pause(http, in_service):
+def test_is_sleeping_reports_tags_pause_emptiness_and_wholeness(http, in_service):
+    """One GET /is_sleeping tells whatever a client asks before a pause."""
     in_service(0)
 
     def state():
@@ -164,7 +165,8 @@ def test_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_pat
     assert report.verified
 
 
-def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_can(http):
+def test_unreachable_transport_is_refused_with_usable_ones(http):
+    """A transport that cannot reach the process is refused with a list of the transports that can."""
     for name in ("memory", "pigeon"):
         answer = http.post(
             "/init_weight_transfer_engine", json={"init_info": Join(transport=name, params=(), offer={}).to_json()}
@@ -174,9 +176,8 @@ def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_ca
         assert "collective" in expected and "disk" in expected and "memory" not in expected
 
 
-def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another_one_takes_over(
-    server, http, in_service, tmp_path
-):
+def test_health_answers_during_a_join_and_another_trainer_joins(server, http, in_service, tmp_path):
+    """The server answers /health while it waits for an absent trainer, and another trainer takes over."""
     in_service(0)
     absent, params, answers = tx.make_transport("collective", timeout_s=120), as_source(model(0)).params(), []
     offer = absent.open(1, params, Deadline(60)).info

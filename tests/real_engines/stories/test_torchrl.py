@@ -12,7 +12,7 @@ from torchrl_ext.testing.tiny import make_tokenizer
 pytestmark = pytest.mark.engine
 
 
-def test_a_collector_updates_the_engine_of_its_rollouts_and_each_token_has_its_version(vllm, tmp_path):
+def test_llm_collector_updates_engine_and_tags_token_versions(vllm, tmp_path):
     tokenizer, made_by, reports = make_tokenizer(), [], []
     task = DigitsTask(tokenizer, 512, group=1)
     settings = {"generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}}

@@ -40,7 +40,8 @@ def multi(policy, scheme, **settings):
 
 
 @pytest.mark.parametrize("make", SCHEMES)
-def test_a_collector_of_several_processes_gives_the_same_with_each_scheme(make):
+def test_multi_process_collector_gets_weights_by_every_scheme(make):
+    """A multi-process collector has the same weights and versions with every scheme."""
     policy, scheme = make_policy(), make()
     collector = multi(policy, scheme, track_policy_version=True)
     try:
@@ -96,7 +97,7 @@ def test_receive_blocks_without_a_timeout():
         assert end.receive(timeout=0) is None  # each version once
 
 
-def test_a_version_passes_through_the_collector_in_between_before_it_is_acknowledged():
+def test_nested_collector_passes_a_version_on_before_the_ack():
     """Trainer -> a node with a multi-process collector -> its workers, as in a `RayCollector` of such collectors."""
     policy, middle = make_policy(), make_policy(1)
     outer, inner = tx.TransportWeightSyncScheme("disk"), tx.TransportWeightSyncScheme("ipc")
@@ -120,7 +121,7 @@ def test_a_version_passes_through_the_collector_in_between_before_it_is_acknowle
         collector.shutdown()
 
 
-def test_a_collector_of_one_process_receives_without_a_scheme_of_its_own():
+def test_single_process_collector_needs_no_scheme_of_its_own():
     """A leaf: its policy is written in place, its version goes up by one, and a model beside the policy is no error."""
     policy, scheme = make_policy(), tx.TransportWeightSyncScheme("disk")
     collector = Collector(Walk(), make_policy(1), frames_per_batch=10, total_frames=100, track_policy_version=True)

@@ -123,7 +123,9 @@ class TestDeadlines:
                 hub.wait(0.5)
         hub.close()
 
-    def test_a_trainer_that_does_not_read_ends_a_workers_answer_and_the_worker_lives_on(self, ends):
+    def test_worker_survives_trainer_that_does_not_read_answer(self, ends):
+        """A worker's answer ends when the trainer does not read it, and the worker lives on."""
+
         class Talkative(WeightReceiver):
             def rehearse(self, question):
                 return LARGE

@@ -50,7 +50,7 @@ Scheme = tx.TransportWeightSyncScheme
         for name in BETWEEN_PROCESSES
     ],
 )
-def test_workers_of_a_collector_hold_the_trainers_bits_after_each_update(transport):
+def test_collector_workers_hold_the_trainers_bits_after_updates(transport):
     policy = make_policy()
     schemes = {"policy": Scheme(transport), "policy.module[2]": Scheme(transport)}
     collector = MultiSyncCollector(
@@ -129,7 +129,8 @@ def policy_of_this_process():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_workers_keep_policies_from_factories_of_their_own_and_begin_with_one_from_a_factory_they_share(shared):
+def test_workers_start_with_the_policy_of_their_factory(shared):
+    """Workers keep the policies of their own factories, and start equal if they share one factory."""
     factories = policy_of_this_process if shared else [partial(make_policy, seed) for seed in (3, 4)]
     scheme = Scheme("disk")
     collector = MultiSyncCollector(
@@ -175,7 +176,8 @@ class Stateful(Tied):
 
 
 @pytest.mark.parametrize("transport", ["collective", "delta", "disk"])
-def test_a_policy_without_storage_gets_it_with_ties_and_extra_state_and_keeps_no_copies(transport, monkeypatch):
+def test_meta_policy_gets_storage_ties_and_extra_state(transport, monkeypatch):
+    """A policy on the meta device gets storage, ties and extra state, and its reader keeps no copies."""
     readers, retain = [], ChainReader.retain
     monkeypatch.setattr(ChainReader, "retain", lambda self, which: readers.append(self) or retain(self, which))
     trained, bare, scheme = Stateful(), Stateful(), Scheme(transport, verify=True)
@@ -203,7 +205,8 @@ def test_a_buffer_without_storage_that_does_not_come_is_named(recwarn):
         pass
 
 
-def test_one_import_gives_torchrl_a_class_per_transport_and_takes_no_name_from_others():
+def test_register_adds_a_torchrl_scheme_class_per_transport():
+    """`backends.register` gives TorchRL a class per transport, and replaces no backend of another package."""
     python(
         "import pickle, torchrl.weight_update as w, torchrl_ext as tx\n"
         "class Theirs(w.WeightSyncScheme):\n"
@@ -253,7 +256,8 @@ def test_settings_are_checked_when_the_scheme_is_made():
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-def test_what_each_worker_starts_with_may_be_mapped_by_both_of_torchrls_strategies(strategy, recwarn):
+def test_both_torchrl_strategies_deliver_initial_worker_weights(strategy, recwarn):
+    """Workers start with the policy by either strategy, and with mapped weights by that of TensorDicts."""
     policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme("disk", strategy=strategy)
     by = {"device_map_fn": lambda idx, weights: weights * idx} if strategy == "tensordict" else {}
     with followers(scheme, models, model=policy, **by):
@@ -265,7 +269,7 @@ def test_what_each_worker_starts_with_may_be_mapped_by_both_of_torchrls_strategi
 
 
 @pytest.mark.parametrize("transport", sorted(tx.transports()))
-def test_a_policy_with_other_keys_is_refused_by_name_and_the_next_one_lands(transport):
+def test_policy_with_other_keys_is_refused_and_the_next_lands(transport):
     policy, models, scheme = (
         make_policy(),
         [make_policy(1), make_policy(2)],
@@ -282,7 +286,8 @@ def test_a_policy_with_other_keys_is_refused_by_name_and_the_next_one_lands(tran
         assert all(same(model.state_dict(), policy.state_dict()) for model in models)
 
 
-def test_two_models_under_one_id_and_a_worker_without_a_trainer_are_refused():
+def test_duplicate_worker_and_unknown_model_id_are_refused():
+    """A scheme refuses a second worker of one id, a model of another id, and a worker without a trainer."""
     policy, model, scheme = make_policy(), make_policy(1), Scheme("disk")
     with followers(scheme, [model], model=policy):
         second = pickle.loads(pickle.dumps(scheme))
@@ -296,7 +301,8 @@ def test_two_models_under_one_id_and_a_worker_without_a_trainer_are_refused():
         join(Scheme("disk"), make_policy(), 0, "actor")
 
 
-def test_workers_that_do_not_come_are_named_and_those_that_ended_left_to_their_collector(caplog):
+def test_workers_that_do_not_connect_are_named(caplog):
+    """The sender names workers that do not connect in time, and does not wait for those that ended."""
     scheme = Scheme("disk", start_timeout_s=0.3)
     scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=3)
     with pytest.raises(DeadlineError, match=r"3 of 3 workers of model 'actor'.*0, 1, 2"):
@@ -313,7 +319,8 @@ def test_workers_that_do_not_come_are_named_and_those_that_ended_left_to_their_c
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_a_worker_that_dies_during_a_send_is_named_within_the_deadline_and_may_be_replaced(transport):
+def test_worker_that_dies_during_a_send_is_named_and_replaceable(transport):
+    """The error names a worker that dies during a send, the other worker is updated, a new one may join."""
     trained, scheme = Mortal(), Scheme(transport, timeout_s=20)
     scheme.init_on_sender(model=trained, num_workers=2)
     with processes(scheme, Mortal, 2) as (pids, pipes):

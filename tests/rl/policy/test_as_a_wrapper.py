@@ -39,7 +39,8 @@ def wrapper(client):
 
 @pytest.mark.parametrize("scored", [True, False], ids=["log_probs", "no_log_probs"])
 @pytest.mark.parametrize("mode", KEYS)
-def test_its_keys_come_in_torchrls_order_and_its_attributes_say_which(wrapper, mode, scored):
+def test_wrapper_out_keys_follow_torchrl_order(wrapper, mode, scored):
+    """The out_keys are in TorchRL's order, and the attributes return_* tell which of them are present."""
     policy = wrapper(mode, return_log_probs=scored, prefer_tokens=True)
     expected = [key for key in KEYS[mode] if scored or key != "log_probs"]
     assert policy.out_keys == expected and policy.in_keys == [(mode, "prompt")]
@@ -73,7 +74,7 @@ def test_batching_is_left_to_the_server(wrapper):
     policy.cleanup_batching()
 
 
-def test_its_errors_are_of_the_kinds_and_words_that_programs_look_for(wrapper):
+def test_wrapper_errors_match_torchrl_types_and_messages(wrapper):
     for settings, words in (
         ({"input_mode": "songs"}, "input_mode must be one of"),
         ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
@@ -90,7 +91,7 @@ def test_its_errors_are_of_the_kinds_and_words_that_programs_look_for(wrapper):
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
-def test_a_history_of_one_turn_each_and_keys_of_ones_own_are_answered(wrapper, padded):
+def test_wrapper_accepts_one_turn_histories_and_custom_keys(wrapper, padded):
     chats = History.from_chats([[{"role": "user", "content": text}] for text in ("a version", "the engine")])
     out = wrapper("history", pad_output=padded)(
         TensorDict(history=ChatHistory(prompt=chats[:, 0], batch_size=(2,)), batch_size=(2,))

@@ -39,7 +39,8 @@ def said(data):
 @given(
     rows=st.lists(st.lists(st.integers(-1, 5), min_size=1, max_size=3), min_size=1, max_size=3), lag=st.integers(0, 6)
 )
-def test_tokens_that_are_too_old_or_of_no_known_version_are_left_out_or_their_trajectories_dropped(rows, lag):
+def test_max_lag_masks_stale_tokens_or_drops_trajectories(rows, lag):
+    """Tokens too old or of unknown version are masked, or their trajectories dropped with drop=True."""
     fresh = [[version >= 0 and 5 - version <= lag for version in row] for row in rows]
     data, looks = batch(*rows), MaxLag(lag, lambda: 5)
     out, kept = looks(data), MaxLag(lag, lambda: 5, drop=True)(data)

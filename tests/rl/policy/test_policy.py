@@ -65,7 +65,8 @@ def test_each_entry_is_that_of_torchrls_wrapper(server, model, tokenizer, mode, 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
 @pytest.mark.parametrize("mode", MODES)
-def test_several_samples_are_a_second_dimension_as_in_torchrls_wrapper(server, model, tokenizer, mode, padded):
+def test_num_samples_is_a_second_dimension_as_in_torchrl(server, model, tokenizer, mode, padded):
+    """Several samples are a second batch dimension, as in TorchRL's own wrapper."""
     drawn = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.0}
     settings = {"tokenizer": tokenizer, "input_mode": mode, "pad_output": padded, "num_samples": 3, **TEMPLATE[mode]}
     theirs = TransformersWrapper(model, generate_kwargs=drawn, **settings)(prompts(mode, tokenizer, padded=padded))
@@ -169,7 +170,8 @@ def test_a_seed_repeats_the_life_of_a_policy(server, tokenizer):
     assert lives[0] == lives[1] and lives[0][0] != lives[0][1]
 
 
-def test_sampling_settings_can_change_for_one_call_or_in_a_new_version_of_the_same_engines(server, tokenizer):
+def test_sampling_settings_change_per_call_or_in_new_version(server, tokenizer):
+    """Settings can change for one call, or in a new version of the policy with the same engines."""
     policy = remote(server, tokenizer)
     assert policy(prompts("tokens", tokenizer), max_new_tokens=2)[0]["tokens", "response"].numel() == 2
     assert policy(prompts("tokens", tokenizer))[0]["tokens", "response"].numel() == 6
