@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "errors":
-        return importlib.import_module(f"{__name__}.errors")
+        return importlib.import_module(f"{__name__}.base.errors")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -306,13 +306,13 @@ def test_another_engine_that_resumes_did_not_take_the_version(port, trainers):
     with running(port) as fake, running(port) as other:
         engine = client(fake)
         steps = prepared(engine, fake, "commit", trainers[0])
-        release = engine.port.release
+        resume = engine.port.resume
 
         def moved():  # the name means another engine now
             engine.port.http = client(other).port.http
-            release()
+            resume()
 
-        engine.port.release = moved
+        engine.port.resume = moved
         with pytest.raises(EngineRefusedError, match=r"no sender has joined.*did not resume"):
             steps["commit"]()
         assert other.serving and set(other.versions.values()) == {0}

@@ -288,7 +288,7 @@ class TestEmbedded:
 
     @pytest.mark.parametrize(
         ("step", "said"),
-        [("release", "did not resume with version 1"), ("logprobs", "gave no log-probabilities")],
+        [("resume", "did not resume with version 1"), ("logprobs", "gave no log-probabilities")],
     )
     def test_a_server_that_died_is_unreachable(self, step, said, tmp_path):
         released = []
@@ -297,7 +297,7 @@ class TestEmbedded:
             def resume(self):
                 super().resume()
                 released.append(True)
-                if step == "release":
+                if step == "resume":
                     server.stop()
 
             def logprobs(self, prompts):

@@ -35,7 +35,7 @@ from torchrl_ext.sync.local.inprocess import InProcessEngine
 __all__ = ["RayPort", "ray_engine"]
 
 _POLL_S = 0.05
-_SHORT = {"describe", "state", "release", "close"}  # calls that do not wait for weights
+_SHORT = {"describe", "state", "resume", "close"}  # calls that do not wait for weights
 
 _ports: dict[str, Port] = {}  # by client, in an actor
 _jobs: dict[str, Future[Any]] = {}  # calls that a thread of an actor does
@@ -141,9 +141,9 @@ class RayPort(Port):
 
     state: Any = partialmethod(_ask, "state")
     tell: Any = partialmethod(_ask, "tell")
-    hold: Any = partialmethod(_ask, "hold")
-    release: Any = partialmethod(_ask, "release")
-    abandon: Any = partialmethod(_ask, "abandon")
+    pause: Any = partialmethod(_ask, "pause")
+    resume: Any = partialmethod(_ask, "resume")
+    cancel: Any = partialmethod(_ask, "cancel")
     drop_cached: Any = partialmethod(_ask, "drop_cached")
     refuse_sleep: Any = partialmethod(_ask, "refuse_sleep")
     sleep: Any = partialmethod(_ask, "sleep")
