@@ -13,9 +13,9 @@ from tests.bench import peers
 from tests.bench.__main__ import SUBJECTS, main
 from tests.bench.peers.layouts import assert_lossless, pulse, weigh
 from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.cli.bench import delta, transport
 from torchrl_ext.cli.bench.data import synthetic_pair
 from torchrl_ext.cli.bench.runner import figures, ratio, rounds
-from torchrl_ext.cli.commands.bench import delta, transport
 from torchrl_ext.cli.main import main as cli
 
 SMALLEST = {

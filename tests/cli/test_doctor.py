@@ -19,7 +19,7 @@ from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.data.versions.opening import open_store
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
-DOCTOR = [ROOT / "torchrl_ext" / "cli" / f"{name}.py" for name in ("doctor", "examination")]
+DOCTOR = [ROOT / "torchrl_ext" / "cli" / f"{name}.py" for name in ("commands/doctor", "examination")]
 BARE = CONFIG | {"weight_transfer_config": None}
 GONE = (404, {"detail": "Not Found"})
 SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "version": "0.5.23"}

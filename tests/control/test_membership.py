@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import torchrl_ext as tx
-from tests.control.test_pool import Scripted
+from tests.control.test_fleet import Scripted
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineError

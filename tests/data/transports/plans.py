@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.plan import MemberPlan, Share, TransferPlan, group_rank
+from torchrl_ext.data.transports.sharded.plan import Blocks, MemberPlan, TransferPlan, group_rank
 from torchrl_ext.data.weights.blocks import Block
 
 Layout = list[list[list[Block]]]
@@ -27,8 +27,8 @@ def stretch(shape: Sequence[int], axis: int, part: int, parts: int) -> list[Bloc
     return [Block(tuple(start), tuple(stop))]
 
 
-def shares(layout: Layout) -> list[Share]:
-    return [Share.of_blocks(member) for member in layout]
+def shares(layout: Layout) -> list[Blocks]:
+    return [Blocks.of_blocks(member) for member in layout]
 
 
 def random_case(rng: random.Random) -> tuple[list[ParamMeta], Layout, Layout, int]:

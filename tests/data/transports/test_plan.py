@@ -16,7 +16,7 @@ from tests.data.transports.plans import Layout, carry_out, member_of, random_cas
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.sharded.agreement import Needs
-from torchrl_ext.data.transports.sharded.plan import MemberPlan, Share, TransferPlan, make_plan
+from torchrl_ext.data.transports.sharded.plan import Blocks, MemberPlan, TransferPlan, make_plan
 from torchrl_ext.data.transports.sharded.shares import packed, unpacked
 from torchrl_ext.data.weights.blocks import Block
 
@@ -126,7 +126,7 @@ BOMB = base64.b64encode(zlib.compress(bytes(1 << 27))).decode()
 @pytest.mark.parametrize("text", [None, "no base64", base64.b64encode(b"no zlib").decode(), BOMB], ids=range(4))
 def test_a_malformed_share_is_refused_in_the_name_of_its_sender(text):
     with pytest.raises(TransportError, match="trainer rank 3 sent a share that cannot be read"):
-        unpacked(text, Share, "trainer rank 3 sent a share")
+        unpacked(text, Blocks, "trainer rank 3 sent a share")
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3) | st.binary(max_size=9)
@@ -160,9 +160,9 @@ def test_a_damaged_plan_is_refused_or_names_what_its_member_has(data):
 @given(st.data())
 def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
     """A plan for damaged needs is refused, or moves only elements that lie within the parameters."""
-    whole = Share.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
+    whole = Blocks.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
     try:
-        share = unpacked(text_of(damaged(struct_of(text_of(GOOD)), data)), Share, "worker 0 sent needs")
+        share = unpacked(text_of(damaged(struct_of(text_of(GOOD)), data)), Blocks, "worker 0 sent needs")
         plan = make_plan(TWO, [whole], [share], bucket_bytes=1 << 10)
     except (ManifestError, TransportError):
         return
@@ -171,7 +171,7 @@ def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
 
 def test_a_parameter_for_which_a_worker_did_not_join_is_named():
     one, other = TWO
-    needs = Needs(Share.of_blocks([[Block((0, 0), (2, 4))]]), {"a": "why"})
+    needs = Needs(Blocks.of_blocks([[Block((0, 0), (2, 4))]]), {"a": "why"})
     assert unpacked(packed(needs), Needs, "worker 1 sent needs") == needs
     assert needs.of([one], [one]).blocks(0) == (Block((0, 0), (2, 4)),)
     with pytest.raises(ManifestError, match=r"joined without b float32\[2\]"):
