@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
+from torchrl_ext.base import messages
 from tests.data.landing.changes import Listed
 from tests.engines import processed
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
@@ -155,7 +156,7 @@ class TestReplacedMemory:
                     layer = module.blocks[0]["Fused"]
                     layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
                     if told:
-                        receiver.handle(tx.messages.Reset(weights="reloaded"))
+                        receiver.handle(messages.Reset(weights="reloaded"))
                 report = sender.update_weights(processed.checkpoint(seed))
                 assert report.verified
                 assert torch.equal(module(processed.PROBE), processed.outputs(processed.checkpoint(seed)))

@@ -177,7 +177,7 @@ def test_options_work_without_hydra_installed():
 def test_a_trainer_of_torchrls_configs_changes_transport_by_name(transport, tmp_path):
     root = tmp_path / "updates"
     place = [f"weight_sync_scheme.root={root}"] if transport == "delta" else []
-    script = ROOT / "tests" / "configs" / "trainer" / "trainer.py"
+    script = ROOT / "tests" / "rl" / "trainer" / "trainer.py"
     done = finished(SCRIPT, tmp_path, script, f"weight_sync_scheme={transport}", *place, timeout_s=TRAINER_S)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])

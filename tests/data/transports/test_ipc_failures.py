@@ -56,7 +56,7 @@ def receiving(worker):
         yield pool.submit(worker.receive_weights, WAIT_S)
 
 
-def no_memory(device, nbytes):
+def no_memory(nbytes):
     raise TransportError(f"{nbytes} bytes of shared memory cannot be allocated")
 
 
@@ -132,8 +132,8 @@ class TestFailures:
             assert arriving.result(WAIT_S) is None
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
-        def short(device, nbytes):
-            return (create if nbytes <= 5 << 20 else no_memory)(device, nbytes)
+        def short(nbytes):
+            return (create if nbytes <= 5 << 20 else no_memory)(nbytes)
 
         monkeypatch.setattr(ipc, "create", short)
         trainer, worker = make(bucket_bytes=None), make()
