@@ -109,7 +109,7 @@ def drawn():
     """A table of the rooms from the highest floor down."""
     lines = ["| floor | room | what belongs there | may import |", "|--:|---|---|---|"]
     for name, (floor, below, _) in reversed(ROOMS.items()):
-        said = ast.get_docstring(tree_of(PACKAGE / name / "__init__.py")).splitlines()[0]
+        said = ast.get_docstring(tree_of(PACKAGE / name / "__init__.py")).splitlines()[0].replace("``", "`")
         lines.append(f"| {floor} | `{name}` | {said} | {', '.join(f'`{one}`' for one in ROOMS if one in below)} |")
     return "\n".join(lines) + "\n"
 

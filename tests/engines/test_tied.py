@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.base import messages
 from tests.data.landing.changes import Listed
 from tests.engines import processed
+from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.digests import position_digest, tensor_digest
