@@ -68,15 +68,15 @@ def answers_in(content: Any) -> list[Info]:
     return answers
 
 
-def one_by_one(told: Any, name: Callable[[], str], handle: Callable[[Any], Info]) -> Info:
+def one_by_one(received: Any, name: Callable[[], str], handle: Callable[[Any], Info]) -> Info:
     """Have ``handle`` answer a message, which may be in an `envelope`: then the answer has the engine's ``name``."""
-    if not isinstance(told, dict) or "heard" not in told:
-        return handle(told)
-    own, message = name(), told.get("message")
-    if own in told["heard"]:
+    if not isinstance(received, dict) or "heard" not in received:
+        return handle(received)
+    own, message = name(), received.get("message")
+    if own in received["heard"]:
         return {}
     if isinstance(message, dict) and message.get("kind") == "join":
-        message = {**message, "rank_offset": told.get("rank_offset", 1)}
+        message = {**message, "rank_offset": received.get("rank_offset", 1)}
     answer = handle(message)
     return answer and {**answer, "engine": own}
 

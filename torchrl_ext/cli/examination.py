@@ -233,12 +233,12 @@ def _versions(engine: Examined) -> Iterator[Finding]:
 def _shared(engine: Examined) -> Iterator[Finding]:
     """Say whether every worker sees the probe in the root."""
     root = engine.trainer.root
-    for told in engine.answers:
-        seen = told.get("root")
+    for replied in engine.answers:
+        seen = replied.get("root")
         if isinstance(seen, dict) and seen.get("seen"):
-            yield ok("shared root", f"worker {told.get('worker', 0)} reads {root}")
+            yield ok("shared root", f"worker {replied.get('worker', 0)} reads {root}")
         elif isinstance(seen, dict):
-            found = f"{told.get('host')}:{root} does not contain the trainer's file: {seen.get('why')}"
+            found = f"{replied.get('host')}:{root} does not contain the trainer's file: {seen.get('why')}"
             remedy = str(seen.get("remedy") or "mount it on both hosts under the same path")
             yield failure("shared root", found, f"the directory {root} of the trainer", remedy)
     if root is not None and not engine.answers:
@@ -295,11 +295,11 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
         yield failure("rehearsal", f"{error.what}. State: {error.state or 'unknown'}", expected, error.hint or "")
         return
     every: tuple[Info, ...] = engine.client.rehearsed or ({},)
-    for told in every:
-        rows = [f"{row['layers']} {row['kernel']} {row['verdict']} {row['why']}" for row in told.get("layers", ())]
-        found = f"worker {told.get('worker', 0)}: proof {told.get('proof', PROOFS[0])!r}; {'; '.join(rows)}"
+    for replied in every:
+        rows = [f"{row['layers']} {row['kernel']} {row['verdict']} {row['why']}" for row in replied.get("layers", ())]
+        found = f"worker {replied.get('worker', 0)}: proof {replied.get('proof', PROOFS[0])!r}; {'; '.join(rows)}"
         if engine.client.proof == PROOFS[0]:
-            yield warning("rehearsal", found, expected, str(told.get("why", "")))
+            yield warning("rehearsal", found, expected, str(replied.get("why", "")))
         else:
             yield ok("rehearsal", found)
 
@@ -312,8 +312,8 @@ def compare(known: Sequence[tuple[str, list[Finding], Examined | None]]) -> Iter
     every = [(address, engine) for address, _, engine in known if engine is not None]
     processes: dict[tuple[Any, Any], list[str]] = {}
     for address, engine in every:
-        for told in engine.answers[:1]:
-            processes.setdefault((told.get("host"), told.get("pid")), []).append(address)
+        for replied in engine.answers[:1]:
+            processes.setdefault((replied.get("host"), replied.get("pid")), []).append(address)
     for same in processes.values():
         if len(same) > 1:
             yield failure("addresses", f"{' and '.join(same)} lead to the same engine", "each engine once", "drop one")

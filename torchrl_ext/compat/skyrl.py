@@ -279,8 +279,10 @@ class RemoteInferenceClient:
         """
         info, sizes = _plain(init_info), await self._everywhere("tell its size", lambda one: one.info().world_size)
         firsts = accumulate((size["body"] for size in sizes.values()), initial=info.get("rank_offset", 1))
-        told = {url: {"init_info": {**info, "rank_offset": rank}} for url, rank in zip(sizes, firsts, strict=False)}
-        return await self._step("join the transport", "/init_weight_transfer_engine", told.get)
+        init_infos = {
+            url: {"init_info": {**info, "rank_offset": rank}} for url, rank in zip(sizes, firsts, strict=False)
+        }
+        return await self._step("join the transport", "/init_weight_transfer_engine", init_infos.get)
 
     async def start_weight_update(self) -> dict[str, Info]:
         """Call vLLM's ``/start_weight_update`` on every engine."""

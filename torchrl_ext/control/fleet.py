@@ -129,7 +129,7 @@ class Fleet(EngineClient):
 
     def reconcile(self, timeout_s: float) -> None:
         """Make the list of engines effective, as each update does; wait ``timeout_s`` seconds for new engines."""
-        told, self._problems = self._problems, {}
+        reported, self._problems = self._problems, {}
         if self._source is not None:
             try:
                 self._wanted = {_name(one): one for one in self._source()}
@@ -153,7 +153,7 @@ class Fleet(EngineClient):
                 self._meeting.pop(url, None)
             else:
                 self._problems[url] = why(missed)
-        for name in self._problems.keys() - told.keys():
+        for name in self._problems.keys() - reported.keys():
             log.warning("%s changes nothing yet, and is tried again before each update: %s", name, self._problems[name])
         before, self.engines = self.engines, tuple(known[url] for url in wanted if url in known)
         for engine in set(before) - set(self.engines):

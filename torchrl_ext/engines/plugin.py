@@ -71,7 +71,7 @@ def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
         return [""] * len(lengths)
     row = torch.frombuffer(bytearray(spoken.ljust(max(lengths), b"\0")), dtype=torch.uint8)
     rows = _gather_all(row.unsqueeze(0), groups).numpy()
-    return [told[:length].tobytes().decode("utf-8") for told, length in zip(rows, lengths, strict=True)]
+    return [message[:length].tobytes().decode("utf-8") for message, length in zip(rows, lengths, strict=True)]
 
 
 def combine(

@@ -103,7 +103,7 @@ class DiskLoads:
         self._one_at_a_time = threading.Lock()
         self._joined: tuple[str, list[Any], str] | None = None  # the workers' root, its parameters, their connection
 
-    def load(self, told: Any) -> str:
+    def load(self, asked: Any) -> str:
         """Load what a body names.
 
         Returns:
@@ -114,7 +114,7 @@ class DiskLoads:
             DeadlineError: another call is still running.
             WeightSyncError: the weights were not loaded; the message says whether the engine serves.
         """
-        body = decoded(told, _Body, "the body")
+        body = decoded(asked, _Body, "the body")
         label = None if body.weight_version is None else str(body.weight_version)
         if not self._one_at_a_time.acquire(timeout=_BUSY_S):
             raise DeadlineError(f"another load has been running for {_BUSY_S:g} s", hint="wait for its answer")

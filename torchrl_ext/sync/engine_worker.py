@@ -140,10 +140,10 @@ class EngineWorker:
 
     def _of_all(self, answer: Info) -> Info:
         """Return an answer that every worker of this engine gives, with their number."""
-        told = self._agree(json.dumps(answer))
-        if len(set(told)) > 1:
-            raise EngineError(f"the engine's workers hold different weights: {joined(told)}", hint="send them again")
-        return {**answer, "workers": len(told)}
+        answers = self._agree(json.dumps(answer))
+        if len(set(answers)) > 1:
+            raise EngineError(f"the engine's workers hold different weights: {joined(answers)}", hint="send them again")
+        return {**answer, "workers": len(answers)}
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work`` in a background thread."""
@@ -172,14 +172,14 @@ class EngineWorker:
         elif job.done():
             error = job.exception()
             words = "" if error is None else words_of(error)
-        told = self._agree(words)
-        failures = ["" if said == _WORKING else said for said in told]
+        answers = self._agree(words)
+        failures = ["" if said == _WORKING else said for said in answers]
         if any(failures):
             self.receiver.abort()  # this worker may wait for the failed ones
             if error is not None:
                 log.error("a background step failed on worker %d", self._rank, exc_info=error)
             raise EngineError(joined(failures))
-        if any(told):
+        if any(answers):
             return True
         self._staging = None
         self.together(self.receiver.confirm)

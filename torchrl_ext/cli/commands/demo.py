@@ -73,9 +73,9 @@ def demo(
             import torch
 
             torch.set_num_threads(1)  # products of the tiny model lose more to waiting threads than they gain
-        told = _train(infos, interrupts, transports.make(transport, **settings), model_dir, steps, seed)
-    told |= {"transport": transport, "tp": tp, "steps": steps, "seed": seed}
-    return answer({**told, "seconds": time.perf_counter() - began}, status=0 if told["verified"] else 1)
+        outcome = _train(infos, interrupts, transports.make(transport, **settings), model_dir, steps, seed)
+    outcome |= {"transport": transport, "tp": tp, "steps": steps, "seed": seed}
+    return answer({**outcome, "seconds": time.perf_counter() - began}, status=0 if outcome["verified"] else 1)
 
 
 def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int, root: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of blocks of a delta: how what changed in a range of a stream becomes bytes, and those a change again.
+"""Codecs of blocks: encode and decode the changed elements of one range of a stream.
 
     ulp      joint tokens of gaps and steps (`tokens`): near the entropy, a few ns for each change
     context  tokens sorted by the exponent of the base (`contexts`): a third less, for readers of it

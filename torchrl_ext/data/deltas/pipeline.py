@@ -27,7 +27,7 @@ def worker_threads(*, beside_model: bool = False) -> int:
 
     Args:
         beside_model: only on cores that torch leaves free, from 1 to 4 of them. An engine on a GPU computes on one core
-            or few; one on the host on all of them, unless it was told otherwise.
+            or few; one on the host on all of them, unless a setting says otherwise.
     """
     try:
         cores = len(os.sched_getaffinity(0))

@@ -77,7 +77,7 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether both ends are open, as far as that can be seen without a message."""
+        """Whether neither end has closed the link, as its socket shows without a message."""
         try:
             return not self._ready(_HUNG_UP, Deadline(0.0))
         except NotConnectedError:

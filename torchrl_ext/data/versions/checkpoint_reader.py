@@ -104,9 +104,9 @@ class PublishedVersion:
                 hint="give each trainer its own root",
             )
         held = self.params()
-        for meta, told in zip(held, params, strict=False):
-            if meta != told:
-                raise ManifestError(f"{self.path} holds {meta}", expected=str(told), state="nothing was read")
+        for meta, wanted in zip(held, params, strict=False):
+            if meta != wanted:
+                raise ManifestError(f"{self.path} holds {meta}", expected=str(wanted), state="nothing was read")
         if len(held) != len(params):
             raise ManifestError(
                 f"{self.path} holds {len(held)} parameters",

@@ -130,8 +130,8 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
     """Return the manifest of a full version or of a delta, whichever kind ``data`` is.
 
     Args:
-        data: the file's content, untrusted: JSON as it is, or in one zstd frame, told apart by the frame's first four
-            bytes. Its text has to match the checksum at its end.
+        data: the file's content, untrusted: JSON as it is, or in one zstd frame, as its first four bytes say. Its
+            text has to match the checksum at its end.
         where: its path, for messages.
 
     Raises:

@@ -34,7 +34,7 @@ _COMPANIONS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm"}
 _NOT_COMPANIONS = ("manifest.json", ".index.json")
 _TOKENIZERS = ("tokenizer.model.", "vocab.")  # of Mistral (tokenizer.model.v3), of GPT-2 (vocab.bpe)
 _FOLDERS = ("additional_chat_templates/*.jinja", "*/*.py")  # that transformers reads, or code imports
-_told: set[str] = set()  # directories of whose folders somebody was told
+_warned: set[str] = set()  # directories whose folders a warning named
 
 
 def local_checkpoint(place: str | os.PathLike[str]) -> Path:
@@ -82,8 +82,8 @@ def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}", expected="a model directory with its config.json")
     left = sorted({f"{file.parent.name}/" for pattern in _FOLDERS for file in path.glob(pattern)})
-    if left and str(path) not in _told:
-        _told.add(str(path))
+    if left and str(path) not in _warned:
+        _warned.add(str(path))
         log.warning("folders of %s are not published beside its weights: %s", path, ", ".join(left))
     return {
         file.name: file.read_bytes()
@@ -242,7 +242,7 @@ def opened(directory: str) -> CheckpointSource | None:
     """Return the checkpoint that an engine starts with, as it is now, to fall back on; None where there is none."""
     try:
         return CheckpointSource(directory)
-    except (ConfigError, IntegrityError):  # of another format; who needs it asks again, and is told why
+    except (ConfigError, IntegrityError):  # of another format; whoever needs it asks again, and gets the reason
         return None
 
 

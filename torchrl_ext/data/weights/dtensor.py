@@ -73,7 +73,7 @@ _Split = tuple[int, int]
 
 
 def _unknown(tensor: Any) -> str:
-    """Return why the blocks of a tensor cannot be told, as a reason to gather it; all ranks find the same."""
+    """Return why the blocks of a tensor are unknown, as a reason to gather it; all ranks find the same."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
     for placement in tensor.placements:

@@ -99,20 +99,20 @@ class _Reloadable:
         return future.result()
 
 
-async def update(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
+async def update(original: Callable[..., Any], manager: Any, order: Any, request: Any = None) -> Any:
     """Wrap the server's part of ``/update_weights_from_disk``: load versions, and let SGLang load anything else."""
-    if told.load_format != "delta":
-        return await original(manager, told, request)
+    if order.load_format != "delta":
+        return await original(manager, order, request)
     if request is not None and "origin" in request.headers:
         return False, FROM_A_PAGE, 0
-    if told.abort_all_requests:
+    if order.abort_all_requests:
         manager.abort_request(abort_all=True)
 
     if manager not in _loads:
         _loads[manager] = DiskLoads(_Reloadable(manager, asyncio.get_running_loop()))
 
     async def body() -> Info:
-        return {name: getattr(told, name) for name in ("model_path", "load_format", "weight_version", "flush_cache")}
+        return {name: getattr(order, name) for name in ("model_path", "load_format", "weight_version", "flush_cache")}
 
     answer = await answered(_loads[manager].load, body())
     return answer["success"], answer["message"], answer["num_paused_requests"]

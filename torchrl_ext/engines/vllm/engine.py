@@ -139,8 +139,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _name(self) -> str:
         return gather_words(uuid.uuid4().hex)[0]  # the same on all workers
 
-    def _prepare(self, told: Info) -> Info:
-        message = read(told)
+    def _prepare(self, info: Info) -> Info:
+        message = read(info)
         match message:
             case Join():
                 self._end.together(self._refuse_open)

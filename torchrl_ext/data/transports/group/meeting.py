@@ -335,14 +335,14 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
         try:
             if absent := [rank for rank in workers if rank not in found]:
                 raise _absent(f"{ranks_text(absent)} of world size {size}", notes, within)
-            told = {rank: Note.from_json(read, f"the note of rank {rank}") for rank, read in found.items()}
-            for rank, note in told.items():
+            notes_of = {rank: Note.from_json(read, f"the note of rank {rank}") for rank, read in found.items()}
+            for rank, note in notes_of.items():
                 _agree(rank, _claims(own, note))
         except errors.WeightSyncError as error:
             for answer in answers:
                 notes.put(answer, {"kind": type(error).__name__, "error": str(error)})
             raise
-        peers = {0: own.process, **{rank: note.process for rank, note in told.items()}}
+        peers = {0: own.process, **{rank: note.process for rank, note in notes_of.items()}}
         for answer in answers:
             notes.put(answer, {"generation": generation, "peers": list(peers.values())})
         # a rank that died while others were awaited is named here, before a constructor blocks on it
