@@ -87,13 +87,12 @@ def test_transports_and_engines_are_listed_read_only():
             names["mine"] = ""
 
 
-def test_transports_function_survives_submodule_import():
-    """tx.transports stays the function after the package torchrl_ext.data.transports is imported."""
+def test_engines_function_survives_submodule_import():
+    """tx.engines lists names after the package of that name has taken the function's place in the module."""
     python(
-        "import torchrl_ext as tx; before = dict(tx.transports())\n"
-        "import torchrl_ext.data.transports.disk\n"
-        "from torchrl_ext.data.transports.base import Transport\n"
-        "assert dict(tx.transports()) == before",
+        "import sys, torchrl_ext as tx; before = dict(tx.engines())\n"
+        "import torchrl_ext.engines.plugin\n"
+        "assert tx.engines is sys.modules['torchrl_ext.engines'] and dict(tx.engines()) == before",
         fresh=True,
     )
 
