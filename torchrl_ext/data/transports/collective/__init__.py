@@ -1,1 +1,0 @@
-"""Broadcasts from the trainer to every worker, over NCCL or gloo."""
