@@ -49,11 +49,11 @@ ENGINE_MODULES = [
     "torchrl_ext.data.weights.checkpoint",
     "torchrl_ext.data.transports.memory",
     "torchrl_ext.data.transports.disk",
-    "torchrl_ext.data.transports.collective.transport",
-    "torchrl_ext.data.transports.delta.transport",
-    "torchrl_ext.data.transports.ipc.transport",
-    "torchrl_ext.data.transports.ranks",
-    "torchrl_ext.data.transports.sharded.transport",
+    "torchrl_ext.data.transports.collective",
+    "torchrl_ext.data.transports.delta",
+    "torchrl_ext.data.ipc.transport",
+    "torchrl_ext.data.group.ranks",
+    "torchrl_ext.data.sharded.transport",
 ]
 NOT_IN_ENGINES = ("sync/local/ray.py", "sync/sender.py", "engines/embedded/")
 

@@ -18,10 +18,10 @@ from torchrl_ext.base.types import ParamMeta, dtype_from_name
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.data.deltas.codec import codec_from_json, make_codec
 from torchrl_ext.data.deltas.patch import apply_patch, diff
-from torchrl_ext.data.versions.delta_manifest import DeltaManifest
-from torchrl_ext.data.versions.manifest import read_manifest
+from torchrl_ext.data.stores.delta_manifest import DeltaManifest
+from torchrl_ext.data.stores.manifest import read_manifest
+from torchrl_ext.data.stores.tensorfile import TensorFile
 from torchrl_ext.data.weights.checkpoint import CheckpointSource, with_dtype
-from torchrl_ext.data.weights.tensorfile import TensorFile
 
 BYTES = 512 << 20
 

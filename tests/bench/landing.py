@@ -30,7 +30,7 @@ from torchrl_ext.control.makes.vllm import vllm_engine
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import free_port, make_overlay
 from torchrl_ext.control.serving.vllm import VLLMServer
-from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.transports.disk import DiskTransport
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.sync.sender import WeightSender

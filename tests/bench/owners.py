@@ -27,7 +27,7 @@ from torchrl_ext.data.deltas.codec import make_codec
 from torchrl_ext.data.deltas.pipeline import worker_threads
 from torchrl_ext.data.deltas.streams import find
 from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.versions.containers import BlockFiles, code
 from torchrl_ext.data.versions.owned import FlatCopies
 from torchrl_ext.data.weights.sharing import owners

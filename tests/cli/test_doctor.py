@@ -16,7 +16,7 @@ from tests.processes import ROOT
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
-from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 DOCTOR = [ROOT / "torchrl_ext" / "cli" / f"{name}.py" for name in ("commands/doctor", "examination")]

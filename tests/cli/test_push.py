@@ -18,7 +18,7 @@ from torchrl_ext.base.types import is_loopback
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.requests.client import InferenceClient
-from torchrl_ext.data.versions.opening import open_store
+from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.weights.digests import tensor_digest
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]

@@ -27,7 +27,7 @@ from importlib.metadata import entry_points
 before = set(sys.modules)
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.data.landing.placement, torchrl_ext.data.weights.checkpoint
-import torchrl_ext.data.transports.disk, torchrl_ext.data.transports.collective.transport, torchrl_ext.engines.plugin
+import torchrl_ext.data.transports.disk, torchrl_ext.data.transports.collective, torchrl_ext.engines.plugin
 new = set(sys.modules) - before
 print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang", "vllm"}}))
 print(torchrl_ext.__file__)

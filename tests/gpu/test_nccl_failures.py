@@ -27,7 +27,7 @@ print(torch.ones(3, device=end.device).sum().item(), flush=True)
 ABSENT = """
 import sys
 import torchrl_ext as tx
-from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.group.process_group import Group
 Group._exchange = lambda self, within: (print("connected", flush=True), sys.stdin.readline())
 tx.VLLMCollectiveTransport("127.0.0.1", int(sys.argv[1]), 1, 2, timeout_s=300).init_all_workers_group({})
 """

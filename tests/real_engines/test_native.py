@@ -39,7 +39,7 @@ from tests.real_engines.served import (
 from tests.turns import Meanwhile
 from torchrl_ext.base.errors import UpdateError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.native.transport import layout_of
+from torchrl_ext.data.transports.native import layout_of
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.testing import any_bits, same_bits

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.transports.sharded_engine import Together as Agreeing
+from tests.data.sharded.sharded_engine import Together as Agreeing
 from tests.lagging import DEVICE, Lagging
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared

@@ -142,18 +142,18 @@ transports = Registry(
     "transport",
     {
         "collective": (
-            "data.transports.collective.transport:VLLMCollectiveTransport",
+            "data.transports.collective:VLLMCollectiveTransport",
             "broadcast over NCCL (CUDA) or gloo (CPU)",
         ),
         "disk": ("data.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"),
-        "delta": ("data.transports.delta.transport:DeltaTransport", "only what changed, as a chain of versions"),
-        "ipc": ("data.transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
+        "delta": ("data.transports.delta:DeltaTransport", "only what changed, as a chain of versions"),
+        "ipc": ("data.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
         "sharded": (
-            "data.transports.sharded.transport:ShardedTransport",
+            "data.sharded.transport:ShardedTransport",
             "slices from the trainer ranks that hold them to the workers that need them",
         ),
         "native": (
-            "data.transports.native.transport:NativeTransport",
+            "data.transports.native:NativeTransport",
             "broadcasts to stock engines: SGLang's distributed updates, vLLM's nccl backend",
         ),
         "memory": ("data.transports.memory:MemoryTransport", "within one process"),

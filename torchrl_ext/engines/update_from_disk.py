@@ -28,11 +28,11 @@ from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import DeadlineError, StoreError, WeightSyncError, why
 from torchrl_ext.base.messages import Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.base.types import Info, decoded
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import version_number
+from torchrl_ext.data.stores.opening import admit, open_store
 from torchrl_ext.data.transports.shared_root import SharedRoot
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.folders import version_number
 from torchrl_ext.data.versions.open_delta import needs_old
-from torchrl_ext.data.versions.opening import admit, open_store
 
 if TYPE_CHECKING:
     from starlette.requests import Request

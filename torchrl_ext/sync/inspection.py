@@ -12,7 +12,7 @@ It takes an `Inspect` message and returns one JSON object:
 It runs in the thread that generates. If something is wrong, it takes at most a few seconds.
 
 Anyone who can reach the engine's port can send the message, so an answer reveals nothing about files other than probes,
-or roots that the engine may not open (`torchrl_ext.data.versions.opening.admit`).
+or roots that the engine may not open (`torchrl_ext.data.stores.opening.admit`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, WeightSyncError, why
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.base.types import Info
+from torchrl_ext.data.stores.opening import admit, open_store
 from torchrl_ext.data.transports.shared_root import Invitation
-from torchrl_ext.data.versions.opening import admit, open_store
 
 __all__ = ["followed", "inspect"]
 

@@ -20,9 +20,9 @@ from torchrl_ext.base.types import Info, ParamMeta, Part, decoded
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.data.landing.sliced import Sliced
+from torchrl_ext.data.stores.opening import admit
 from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
-from torchrl_ext.data.versions.opening import admit
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import digest_of, position_digest, tensor_digest
 

@@ -30,8 +30,8 @@ from torchrl_ext.base.reports import PROOFS, Log, Logs, Phase, Spans, SyncReport
 from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.control.client import EngineClient, NullEngine
 from torchrl_ext.control.discovery import connect
+from torchrl_ext.data.group.ranks import Steps, TrainerRanks, drives, numbered
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
-from torchrl_ext.data.transports.ranks import Steps, TrainerRanks, drives, numbered
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.derived import as_source, converted
 from torchrl_ext.data.weights.digests import digest_of

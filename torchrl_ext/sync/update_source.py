@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, Part
-from torchrl_ext.data.transports.ranks import torch_group
+from torchrl_ext.data.group.ranks import torch_group
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.derived import MappedSource
 from torchrl_ext.data.weights.digests import tensor_digest

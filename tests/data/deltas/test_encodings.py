@@ -22,7 +22,7 @@ from torchrl_ext.data.deltas.pipeline import differences
 from torchrl_ext.data.deltas.streams import Found, StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.deltas.units import Unit, unit_of, units
-from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits, same_bits
 

@@ -16,11 +16,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.data.transports.members import SHORT_S, WAIT_S, beside, stop
+from tests.data.group.members import SHORT_S, WAIT_S, beside, stop
 from tests.processes import calling, finished, running_python
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

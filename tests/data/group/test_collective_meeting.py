@@ -19,21 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control.sockets import talking
-from tests.data.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
+from tests.data.group.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from tests.hostile import refused_or_right, worse_json, worse_text
 from tests.processes import calling, finished
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.group import notes as notes_module
+from torchrl_ext.data.group.links import Link
+from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership, Note, host
+from torchrl_ext.data.group.meeting import enter as enter_room
+from torchrl_ext.data.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
+from torchrl_ext.data.group.process_group import Group, Seat, form_group
 from torchrl_ext.data.transports.base import Worker
-from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.data.transports.group import notes as notes_module
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, Membership, Note, host
-from torchrl_ext.data.transports.group.meeting import enter as enter_room
-from torchrl_ext.data.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
-from torchrl_ext.data.transports.group.process_group import Group, Seat, form_group
-from torchrl_ext.data.transports.links import Link
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 
 
 @contextmanager

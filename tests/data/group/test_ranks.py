@@ -26,7 +26,7 @@ from torchrl_ext.base.errors import (
     TransportError,
     UpdateError,
 )
-from torchrl_ext.data.transports.ranks import RankStore, TrainerRanks, numbered
+from torchrl_ext.data.group.ranks import RankStore, TrainerRanks, numbered
 
 PATIENT_S = 60.0
 KINDS = ["hash", "file", "tcp"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.data.transports.members import Interrupted
+from tests.data.group.members import Interrupted
 from tests.processes import family, files_of, maps_of
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.data.transports.base import Arrival, Update, Worker

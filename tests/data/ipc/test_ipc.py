@@ -19,8 +19,8 @@ import torch
 from msgspec.structs import replace
 
 import torchrl_ext as tx
-from tests.data.transports import ipc_ends
-from tests.data.transports.ipc_ends import (
+from tests.data.ipc import ipc_ends
+from tests.data.ipc.ipc_ends import (
     SMALL_BYTES,
     everywhere,
     exchange,
@@ -33,9 +33,9 @@ from tests.data.transports.ipc_ends import (
 from tests.memory import track_peak
 from tests.processes import calling, files_of, maps_of, running_python
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.data.transports.ipc.memory import create
-from torchrl_ext.data.transports.ipc.messages import Announce, IPCLoad, Welcome
-from torchrl_ext.data.transports.links import shared_address
+from torchrl_ext.data.group.links import shared_address
+from torchrl_ext.data.ipc.memory import create
+from torchrl_ext.data.ipc.messages import Announce, IPCLoad, Welcome
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
 

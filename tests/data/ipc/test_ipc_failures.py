@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import randoms
 
-from tests.data.transports import ipc_ends
-from tests.data.transports.ipc_ends import SMALL_BYTES, exchange, frame, joined, opened, prepared, weights
-from tests.data.transports.members import Interrupted, broken
+from tests.data.group.members import Interrupted, broken
+from tests.data.ipc import ipc_ends
+from tests.data.ipc.ipc_ends import SMALL_BYTES, exchange, frame, joined, opened, prepared, weights
 from tests.hostile import worse_bytes, worse_json
 from tests.processes import calling, python, running_python
 from torchrl_ext.base.deadline import Deadline
@@ -33,15 +33,15 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
 )
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.links import LocalListener, new_address, shared_address
+from torchrl_ext.data.ipc import cuda_memory as cuda_ipc
+from torchrl_ext.data.ipc import transport as ipc
+from torchrl_ext.data.ipc.cuda_memory import CudaHandle
+from torchrl_ext.data.ipc.memory import HostHandle, create
+from torchrl_ext.data.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome
+from torchrl_ext.data.ipc.worker import IPCWorker
+from torchrl_ext.data.ipc.workers import ConnectedWorkers
 from torchrl_ext.data.transports.base import Arrival, Update
-from torchrl_ext.data.transports.ipc import cuda_memory as cuda_ipc
-from torchrl_ext.data.transports.ipc import transport as ipc
-from torchrl_ext.data.transports.ipc.cuda_memory import CudaHandle
-from torchrl_ext.data.transports.ipc.memory import HostHandle, create
-from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome
-from torchrl_ext.data.transports.ipc.worker import IPCWorker
-from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.data.transports.links import LocalListener, new_address, shared_address
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.plan import Blocks, MemberPlan, TransferPlan, group_rank
+from torchrl_ext.data.sharded.plan import Blocks, MemberPlan, TransferPlan, group_rank
 from torchrl_ext.data.weights.blocks import Block
 
 Layout = list[list[list[Block]]]

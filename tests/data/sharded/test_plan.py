@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.transports.plans import Layout, carry_out, member_of, random_case, shares, stretch
+from tests.data.sharded.plans import Layout, carry_out, member_of, random_case, shares, stretch
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.agreement import Needs
-from torchrl_ext.data.transports.sharded.plan import Blocks, MemberPlan, TransferPlan, make_plan
-from torchrl_ext.data.transports.sharded.shares import packed, unpacked
+from torchrl_ext.data.sharded.agreement import Needs
+from torchrl_ext.data.sharded.plan import Blocks, MemberPlan, TransferPlan, make_plan
+from torchrl_ext.data.sharded.shares import packed, unpacked
 from torchrl_ext.data.weights.blocks import Block
 
 MODEL = [

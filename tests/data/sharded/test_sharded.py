@@ -1,6 +1,6 @@
 """Trainers of several ranks and tensor-parallel engines: each worker gets its slices from the ranks that hold them.
 
-Ranks are processes; the engines (`tests.data.transports.sharded_engine`) have two workers each, in threads of rank 0.
+Ranks are processes; the engines (`tests.data.sharded.sharded_engine`) have two workers each, in threads of rank 0.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import torchrl_ext as tx
-from tests.data.transports import sharded_engine
-from tests.data.transports.members import beside
-from tests.data.transports.shard_ranks import Blocks, chunk
-from tests.data.transports.sharded_engine import LinePort, Served, SliceLoader, StageLoader
+from tests.data.group.members import beside
+from tests.data.sharded import sharded_engine
+from tests.data.sharded.shard_ranks import Blocks, chunk
+from tests.data.sharded.sharded_engine import LinePort, Served, SliceLoader, StageLoader
 from tests.processes import WAIT_S
 from tests.ranks import on_ranks
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.transports.group.notes import HostedNotes
-from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.group.notes import HostedNotes
+from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 from torchrl_ext.testing import free_port

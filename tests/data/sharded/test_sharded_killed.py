@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 import torchrl_ext as tx
-from tests.data.transports import sharded_engine
-from tests.data.transports.shard_ranks import Blocks, chunk
-from tests.data.transports.sharded_engine import LinePort, Served
+from tests.data.sharded import sharded_engine
+from tests.data.sharded.shard_ranks import Blocks, chunk
+from tests.data.sharded.sharded_engine import LinePort, Served
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import join
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.transports.group.notes import HostedNotes, RemoteNotes
-from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.ranks import _Notes
+from torchrl_ext.data.group.notes import HostedNotes, RemoteNotes
+from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.ranks import _Notes
 from torchrl_ext.testing import free_port
 
 SHAPES = {"a": (12, 8), "b": (8, 12), "c": (10,), "d": (16, 16), "e": (4, 4)}

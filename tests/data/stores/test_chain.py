@@ -15,15 +15,15 @@ import torchrl_ext as tx
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.data.deltas.codec import make_codec
 from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.delta_manifest import BLOCKS, DIGEST
+from torchrl_ext.data.stores.folders import version_name, version_number
+from torchrl_ext.data.stores.local import LocalStore
+from torchrl_ext.data.stores.manifest import DeltaManifest, Manifest
+from torchrl_ext.data.stores.store import MemoryStore
 from torchrl_ext.data.versions.checkpoint_writer import FullWriter
-from torchrl_ext.data.versions.delta_manifest import BLOCKS, DIGEST
-from torchrl_ext.data.versions.folders import version_name, version_number
-from torchrl_ext.data.versions.local import LocalStore
-from torchrl_ext.data.versions.manifest import DeltaManifest, Manifest
 from torchrl_ext.data.versions.owned import Owned
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.data.versions.store import MemoryStore
 from torchrl_ext.data.versions.writer import ChainWriter
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import same_bits

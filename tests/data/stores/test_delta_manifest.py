@@ -20,8 +20,8 @@ from tests.hostile import at_most_more_bytes, refused_or_right, worse_json
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.versions.delta_manifest import BLOCK, BLOCKS, DIGEST, END, DeltaManifest
-from torchrl_ext.data.versions.manifest import Manifest, Placed, read_manifest
+from torchrl_ext.data.stores.delta_manifest import BLOCK, BLOCKS, DIGEST, END, DeltaManifest
+from torchrl_ext.data.stores.manifest import Manifest, Placed, read_manifest
 
 SHAPE = (1024, 256)
 

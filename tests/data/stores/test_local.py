@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import WAIT_S, calling, python, running_python
 from torchrl_ext.base.errors import StoreError
-from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.stores.local import LocalStore
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 import torchrl_ext as tx
+from tests.data.group.members import stop
 from tests.data.transports.chains import same
-from tests.data.transports.members import stop
 from tests.processes import WAIT_S, calling, running_python
 from torchrl_ext.base.errors import StoreError, WeightSyncError
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.folders import version_name, version_number
-from torchrl_ext.data.versions.opening import open_store
-from torchrl_ext.data.versions.remote import RemoteStore
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import version_name, version_number
+from torchrl_ext.data.stores.opening import open_store
+from torchrl_ext.data.stores.remote import RemoteStore
 from torchrl_ext.testing import any_bits
 
 RUNS = 500
@@ -182,8 +182,8 @@ def test_reader_takes_newest_version_if_its_keyframe_is_removed(url, monkeypatch
         return ranges(self, key, spans)
 
     monkeypatch.setattr(RemoteStore, "ranges", overtaken)
-    monkeypatch.setattr("torchrl_ext.data.versions.remote._AHEAD_BYTES", 8)
-    monkeypatch.setattr("torchrl_ext.data.versions.remote._RemoteFile.chunk_bytes", 8)
+    monkeypatch.setattr("torchrl_ext.data.stores.remote._AHEAD_BYTES", 8)
+    monkeypatch.setattr("torchrl_ext.data.stores.remote._RemoteFile.chunk_bytes", 8)
     reader = at(url)
     assert same(reader.receive_weights(WAIT_S), value(2)) and reader.received_version == 2
 
@@ -357,7 +357,7 @@ def run_in_the_manifest(store, number):
 
 def test_interleaved_writers_lose_or_change_no_version(monkeypatch):
     """Two writers in any interleaving lose or change no published version."""
-    monkeypatch.setattr("torchrl_ext.data.versions.chain.read_version", run_in_the_manifest)
+    monkeypatch.setattr("torchrl_ext.data.stores.chain.read_version", run_in_the_manifest)
     published = refused = 0
     for seed in range(RUNS):
         bucket = Bucket(seed)

@@ -9,8 +9,8 @@ from s3fs import S3FileSystem
 
 from tests.data.transports.test_contract import free_port
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError
-from torchrl_ext.data.versions.opening import open_store
-from torchrl_ext.data.versions.store import MemoryStore
+from torchrl_ext.data.stores.opening import open_store
+from torchrl_ext.data.stores.store import MemoryStore
 
 
 @pytest.fixture(params=["a directory", "a dictionary", "memory", "s3"])

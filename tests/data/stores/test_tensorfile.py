@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.files import LocalFile
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.stores.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
 from torchrl_ext.data.weights.digests import tensor_digest
-from torchrl_ext.data.weights.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
 
 

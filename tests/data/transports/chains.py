@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from xxhash import xxh3_128_hexdigest
 
 import torchrl_ext as tx
-from torchrl_ext.data.versions.delta_manifest import END
+from torchrl_ext.data.stores.delta_manifest import END
 from torchrl_ext.testing import any_bits, same_bits
 
 

@@ -10,9 +10,9 @@ from tests.processes import WAIT_S
 from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import TransportError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
+from torchrl_ext.data.group.ranks import RankStore, TrainerRanks
+from torchrl_ext.data.transports import delta_reader as reader
 from torchrl_ext.data.transports import disk, shared_root
-from torchrl_ext.data.transports.delta import reader
-from torchrl_ext.data.transports.ranks import RankStore, TrainerRanks
 
 MODULES = {"delta": reader, "disk": disk}
 

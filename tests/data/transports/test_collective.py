@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.data.transports.members import (
+from tests.data.group.members import (
     BUCKET,
     SHORT_S,
     WAIT_S,
@@ -34,7 +34,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.transports.base import Arrival, Update, Worker
-from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.weights.source import MappingSource
 
 

@@ -9,12 +9,12 @@ from contextlib import closing
 import pytest
 import torch
 
-from tests.data.transports.members import BUCKET, WAIT_S, member
+from tests.data.group.members import BUCKET, WAIT_S, member
 from tests.processes import calling, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.transports.collective.stream import buckets_of
+from torchrl_ext.data.transports.collective_stream import buckets_of
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import any_bits
 

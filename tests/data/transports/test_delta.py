@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import torchrl_ext as tx
-from tests.data.transports import shard_ranks
+from tests.data.sharded import shard_ranks
+from tests.data.sharded.shard_ranks import cut
 from tests.data.transports.chains import checkpoint, folder, same, step, trainer_at, weights
-from tests.data.transports.shard_ranks import cut
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, UpdateError
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.source import MappingSource

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.transports.members import beside, enter, group, same
+from tests.data.group.members import beside, enter, group, same
 from tests.processes import calling, python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
@@ -21,12 +21,12 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
 )
 from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.store import MemoryStore
 from torchrl_ext.data.transports.base import Arrival
-from torchrl_ext.data.transports.collective.transport import CollectiveWorker
-from torchrl_ext.data.transports.delta.broadcast import Broadcast
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.folders import version_name
-from torchrl_ext.data.versions.store import MemoryStore
+from torchrl_ext.data.transports.broadcast import Broadcast
+from torchrl_ext.data.transports.collective import CollectiveWorker
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.data.group.members import stop
 from tests.data.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
-from tests.data.transports.members import stop
 from tests.processes import calling, running_python
 from torchrl_ext.base.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
-from torchrl_ext.data.versions import checkpoint_writer, local
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.stores import local
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.local import LocalStore
+from torchrl_ext.data.versions import checkpoint_writer
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchrl_ext as tx
+from tests.data.sharded.shard_ranks import Blocks, blocks, cut, meet, step, weights
 from tests.data.transports.chains import same, trainer_at
-from tests.data.transports.shard_ranks import Blocks, blocks, cut, meet, step, weights
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import join, on_ranks
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.local import LocalStore, _LocalDraft
 from torchrl_ext.data.versions.checkpoint_writer import FullWriter
-from torchrl_ext.data.versions.local import LocalStore, _LocalDraft
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torchrl_ext as tx
+from tests.data.group.members import Interrupted, stop
 from tests.data.transports import disk_ends
 from tests.data.transports.disk_ends import everything, publish, versions, weights
-from tests.data.transports.members import Interrupted, stop
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import calling, python, running_python
 from torchrl_ext.base.deadline import Deadline

@@ -11,7 +11,7 @@ import pytest
 import torchrl_ext as tx
 from tests.data.transports.chains import same, step, weights
 from torchrl_ext.base.errors import StoreError
-from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 

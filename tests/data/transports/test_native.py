@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.transports.members import Interrupted, broken
+from tests.data.group.members import Interrupted, broken
 from tests.data.transports.stock_workers import WAIT_S, stock_workers
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Update
-from torchrl_ext.data.transports.native.transport import NativeTransport, layout_of
+from torchrl_ext.data.transports.native import NativeTransport, layout_of
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.testing import DTYPES, any_bits

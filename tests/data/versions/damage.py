@@ -22,14 +22,14 @@ from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
 from torchrl_ext.base.errors import ManifestError, WeightSyncError
 from torchrl_ext.data.deltas import streams
 from torchrl_ext.data.deltas.codec import make_codec
-from torchrl_ext.data.transports.delta.broadcast import KeptTensors
-from torchrl_ext.data.versions.chain import Chain, Route
-from torchrl_ext.data.versions.delta_manifest import END, DeltaManifest
-from torchrl_ext.data.versions.folders import Version, version_name
-from torchrl_ext.data.versions.manifest import MANIFEST, read_manifest
+from torchrl_ext.data.stores.chain import Chain, Route
+from torchrl_ext.data.stores.delta_manifest import END, DeltaManifest
+from torchrl_ext.data.stores.folders import Version, version_name
+from torchrl_ext.data.stores.manifest import MANIFEST, read_manifest
+from torchrl_ext.data.stores.store import MemoryStore
+from torchrl_ext.data.transports.broadcast import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned
-from torchrl_ext.data.versions.store import MemoryStore
 from torchrl_ext.data.versions.writer import ChainWriter
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import MappingSource

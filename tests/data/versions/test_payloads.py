@@ -12,12 +12,13 @@ import torch
 from tests.data.transports.chains import flip, same
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.deltas.patch import apply_patch
-from torchrl_ext.data.transports.delta.transport import DeltaTransport
-from torchrl_ext.data.versions import checkpoint_reader, payloads, remote
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.stores import remote
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.local import LocalStore
+from torchrl_ext.data.stores.remote import RemoteStore, _RemoteFile
+from torchrl_ext.data.transports.delta import DeltaTransport
+from torchrl_ext.data.versions import checkpoint_reader, payloads
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.data.versions.remote import RemoteStore, _RemoteFile
 from torchrl_ext.testing import any_bits
 
 VERSIONS, TENSORS = 13, 12

@@ -12,8 +12,8 @@ from tests.data.versions.damage import KINDS, NEW, OLD, route_of
 from tests.data.versions.damage import published as published_delta
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.landing.patcher import Patcher, identity
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.local import LocalStore
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.versions.open_delta import OpenDelta
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.weights.digests import position_digest

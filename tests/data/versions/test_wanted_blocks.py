@@ -8,10 +8,10 @@ from tests.data.transports.chains import same
 from torchrl_ext.data.deltas import streams
 from torchrl_ext.data.deltas.kernels import Piece
 from torchrl_ext.data.landing.patcher import Patcher, compare
-from torchrl_ext.data.transports.delta.transport import DeltaTransport
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.local import LocalStore
+from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.versions import payloads
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.local import LocalStore
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import PositionDigest

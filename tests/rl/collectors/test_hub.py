@@ -21,7 +21,7 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.base.messages import Finish, Join, Rehearse
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.data.transports.links import Link
+from torchrl_ext.data.group.links import Link
 from torchrl_ext.rl.collectors.hub import Hub, dial
 from torchrl_ext.rl.collectors.worker_end import LinkPort, WorkerTransport
 from torchrl_ext.sync.receiver import WeightReceiver

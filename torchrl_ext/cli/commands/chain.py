@@ -29,7 +29,7 @@ app = typer.Typer(help="List, check, prune and unpack the versions under a root.
 
 
 def _reader(root: str, base: str | None) -> Reader:
-    from torchrl_ext.data.versions.opening import open_store
+    from torchrl_ext.data.stores.opening import open_store
     from torchrl_ext.data.versions.roots import Reader
 
     store = open_store(root)
@@ -151,8 +151,8 @@ def materialize(
 
     Example: `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
     """
+    from torchrl_ext.data.stores.local import LocalStore
     from torchrl_ext.data.versions.checkpoint_writer import FullWriter
-    from torchrl_ext.data.versions.local import LocalStore
     from torchrl_ext.data.versions.roots import Unpacked
 
     reader = _reader(root, base)

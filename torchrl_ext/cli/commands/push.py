@@ -172,7 +172,7 @@ def _settings(transport: str, found: list[EngineInfo], given: Info, stack: conte
 
 def _remove(place: str) -> None:
     """Remove what this push wrote into its own directory or prefix."""
-    from torchrl_ext.data.versions.opening import open_store
+    from torchrl_ext.data.stores.opening import open_store
 
     if "://" not in place:
         shutil.rmtree(place, ignore_errors=True)

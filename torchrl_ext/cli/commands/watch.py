@@ -141,7 +141,7 @@ def looks(
 
 
 def _root(root: str, versions: int) -> dict[str, Any]:
-    from torchrl_ext.data.versions.opening import open_store
+    from torchrl_ext.data.stores.opening import open_store
     from torchrl_ext.data.versions.roots import Reader
 
     try:

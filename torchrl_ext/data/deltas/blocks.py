@@ -23,7 +23,7 @@ from torchrl_ext.data.deltas.streams import Found, StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.deltas.tokens import Buffer, damaged
 from torchrl_ext.data.deltas.units import Unit, unit_of
-from torchrl_ext.data.versions.delta_manifest import BLOCKS
+from torchrl_ext.data.stores.delta_manifest import BLOCKS
 
 __all__ = ["BITMAP", "CONTEXT", "KINDS", "ULP", "BlockCodec", "BlockEncoding", "Decoded"]
 

@@ -17,8 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # by a star t
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import known_device, usable_device
 from torchrl_ext.base.errors import ConfigError, TransportError, WeightSyncError
-from torchrl_ext.data.transports.group.calls import in_time
-from torchrl_ext.data.transports.group.notes import NoteStore
+from torchrl_ext.data.group.calls import in_time
+from torchrl_ext.data.group.notes import NoteStore
 
 __all__ = ["GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "nccl_options"]
 

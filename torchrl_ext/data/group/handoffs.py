@@ -12,9 +12,9 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.base.types import Count, Params, Wire
+from torchrl_ext.data.group.meeting import LAST_WORDS_S, LOOK_S, Member
+from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.transports.base import Arrival, LandingEnd
-from torchrl_ext.data.transports.group.meeting import LAST_WORDS_S, LOOK_S, Member
-from torchrl_ext.data.transports.group.process_group import Group
 from torchrl_ext.data.transports.standalone import Mailbox
 
 __all__ = [

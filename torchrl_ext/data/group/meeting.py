@@ -23,10 +23,10 @@ from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
 from torchrl_ext.base.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire, is_loopback
-from torchrl_ext.data.transports.group.backends import choose_backend
-from torchrl_ext.data.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
-from torchrl_ext.data.transports.group.process_group import Group, Seat, form_group, severed
-from torchrl_ext.data.transports.links import ranks_text
+from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.links import ranks_text
+from torchrl_ext.data.group.notes import HostedNotes, NoteStore, RemoteNotes
+from torchrl_ext.data.group.process_group import Group, Seat, form_group, severed
 
 __all__ = [
     "LAST_WORDS_S",

@@ -1,7 +1,7 @@
 """The notes that the ranks of a group leave for each other: names and JSON values, hosted by the trainer (rank 0).
 
 The trainer's own process reads and writes them directly. A worker does so over a TCP connection, in messages as in
-`torchrl_ext.data.transports.links`. A value travels as text, in which the trainer keeps it, too:
+`torchrl_ext.data.group.links`. A value travels as text, in which the trainer keeps it, too:
 
 =================================================  ===============================================================
 ``{"notes": 5, "nonce": hex}``                     trainer, at once; 16 random bytes
@@ -38,8 +38,8 @@ import msgspec
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.base.types import Info, described
-from torchrl_ext.data.transports.group.sockets import dial, listen
-from torchrl_ext.data.transports.links import Link, close_in_children, serve
+from torchrl_ext.data.group.links import Link, close_in_children, serve
+from torchrl_ext.data.group.sockets import dial, listen
 
 __all__ = ["NOTE_BYTES", "HostedNotes", "NoteStore", "RemoteNotes"]
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.group.backends import GLOO_DEVICES, GroupStore, gloo_options, nccl_options
-from torchrl_ext.data.transports.group.calls import brief, made_in_time, run_beside, sever_at_exit, wait_for_at_exit
-from torchrl_ext.data.transports.group.notes import NoteStore
+from torchrl_ext.data.group.backends import GLOO_DEVICES, GroupStore, gloo_options, nccl_options
+from torchrl_ext.data.group.calls import brief, made_in_time, run_beside, sever_at_exit, wait_for_at_exit
+from torchrl_ext.data.group.notes import NoteStore
 
 __all__ = ["Group", "Seat", "form_group", "severed"]
 

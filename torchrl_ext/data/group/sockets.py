@@ -8,7 +8,7 @@ import socket
 from functools import partial
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.data.transports.group.calls import in_time
+from torchrl_ext.data.group.calls import in_time
 
 __all__ = ["dial", "listen"]
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.types import Count
-from torchrl_ext.data.transports.ipc.memory import Handle, SharedSegment
+from torchrl_ext.data.ipc.memory import Handle, SharedSegment
 
 __all__ = ["CudaHandle", "create_cuda", "visible"]
 

@@ -10,9 +10,9 @@ from typing import Any
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import Count, Params, Wire, decoded
-from torchrl_ext.data.transports.ipc.cuda_memory import CudaHandle
-from torchrl_ext.data.transports.ipc.memory import HostHandle
-from torchrl_ext.data.transports.links import Link
+from torchrl_ext.data.group.links import Link
+from torchrl_ext.data.ipc.cuda_memory import CudaHandle
+from torchrl_ext.data.ipc.memory import HostHandle
 
 __all__ = ["Announce", "Done", "Hello", "IPCLoad", "IPCMessage", "IPCOffer", "Welcome", "read", "send"]
 

@@ -13,14 +13,14 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import usable_device
 from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.group.links import new_address, shared_address
+from torchrl_ext.data.ipc.cuda_memory import create_cuda, visible
+from torchrl_ext.data.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, SharedSegment, create
+from torchrl_ext.data.ipc.messages import Announce, Done, IPCLoad, IPCOffer
+from torchrl_ext.data.ipc.worker import IPCWorker, buckets_of
+from torchrl_ext.data.ipc.workers import ConnectedWorkers
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Packer
-from torchrl_ext.data.transports.ipc.cuda_memory import create_cuda, visible
-from torchrl_ext.data.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, SharedSegment, create
-from torchrl_ext.data.transports.ipc.messages import Announce, Done, IPCLoad, IPCOffer
-from torchrl_ext.data.transports.ipc.worker import IPCWorker, buckets_of
-from torchrl_ext.data.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.data.transports.links import new_address, shared_address
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 

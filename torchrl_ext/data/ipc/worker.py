@@ -11,10 +11,10 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.links import Link, connect_locally
+from torchrl_ext.data.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome, read, send
 from torchrl_ext.data.transports.base import Arrival, LandingEnd
 from torchrl_ext.data.transports.buckets import Bucket, Lander, layout
-from torchrl_ext.data.transports.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome, read, send
-from torchrl_ext.data.transports.links import Link, connect_locally
 from torchrl_ext.data.transports.standalone import Mailbox
 
 __all__ = ["IPCWorker", "buckets_of"]

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError, WeightSyncError
-from torchrl_ext.data.transports.ipc.memory import SharedSegment
-from torchrl_ext.data.transports.ipc.messages import Done, Hello, IPCMessage, Welcome, read, send
-from torchrl_ext.data.transports.links import Link, LocalListener, ranks_text
+from torchrl_ext.data.group.links import Link, LocalListener, ranks_text
+from torchrl_ext.data.ipc.memory import SharedSegment
+from torchrl_ext.data.ipc.messages import Done, Hello, IPCMessage, Welcome, read, send
 
 __all__ = ["ConnectedWorkers"]
 

@@ -9,10 +9,10 @@ import msgspec
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ManifestError, TransportError
 from torchrl_ext.base.types import Count, ParamMeta
-from torchrl_ext.data.transports.group.handoffs import GroupLoad
-from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan
-from torchrl_ext.data.transports.sharded.shares import Blocks
+from torchrl_ext.data.group.handoffs import GroupLoad
+from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.sharded.plan import MemberPlan, TransferPlan
+from torchrl_ext.data.sharded.shares import Blocks
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["Needs", "ShardedLoad", "hand_out", "read_plan"]

@@ -15,8 +15,8 @@ import numpy as np
 
 from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.shares import Blocks, numbers, packed, unpacked, unreadable
-from torchrl_ext.data.transports.sharded.transfers import Transfers, transfers_of
+from torchrl_ext.data.sharded.shares import Blocks, numbers, packed, unpacked, unreadable
+from torchrl_ext.data.sharded.transfers import Transfers, transfers_of
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["Blocks", "MemberPlan", "Transfer", "TransferPlan", "group_rank", "make_plan"]

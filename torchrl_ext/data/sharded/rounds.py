@@ -21,10 +21,10 @@ from torch import Tensor
 from torchrl_ext.base.errors import IntegrityError, ManifestError, why
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.kernels import Words
+from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.landing.sliced import Sliced, memory_of, part_of
+from torchrl_ext.data.sharded.plan import MemberPlan, Transfer
 from torchrl_ext.data.transports.copies import BufferPool, as_bytes, copy_each, is_plain
-from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.sharded.plan import MemberPlan, Transfer
 from torchrl_ext.data.weights.blocks import Block, Shard
 from torchrl_ext.data.weights.digests import PositionDigest, block_words
 

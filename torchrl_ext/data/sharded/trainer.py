@@ -15,16 +15,16 @@ import xxhash
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
 from torchrl_ext.base.types import Info, ParamMeta, dtype_name
+from torchrl_ext.data.group import handoffs
+from torchrl_ext.data.group.meeting import Membership
+from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.ranks import Steps, TrainerRanks
+from torchrl_ext.data.sharded.agreement import Needs, ShardedLoad, hand_out, read_plan
+from torchrl_ext.data.sharded.plan import MemberPlan, TransferPlan, group_rank, make_plan
+from torchrl_ext.data.sharded.rounds import RoundSender
+from torchrl_ext.data.sharded.shares import Blocks, packed, unpacked
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update
 from torchrl_ext.data.transports.copies import BufferPool
-from torchrl_ext.data.transports.group import handoffs
-from torchrl_ext.data.transports.group.meeting import Membership
-from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.ranks import Steps, TrainerRanks
-from torchrl_ext.data.transports.sharded.agreement import Needs, ShardedLoad, hand_out, read_plan
-from torchrl_ext.data.transports.sharded.plan import MemberPlan, TransferPlan, group_rank, make_plan
-from torchrl_ext.data.transports.sharded.rounds import RoundSender
-from torchrl_ext.data.transports.sharded.shares import Blocks, packed, unpacked
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.sharded.shares import Blocks
+from torchrl_ext.data.sharded.shares import Blocks
 from torchrl_ext.data.weights.sharing import disjoint
 from torchrl_ext.data.weights.view import Block
 

@@ -11,13 +11,13 @@ import torch
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.handoffs import GroupMailbox
+from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Membership
+from torchrl_ext.data.group.ranks import Steps
+from torchrl_ext.data.sharded.trainer import ShardedTrainer
+from torchrl_ext.data.sharded.worker import ShardedWorker
 from torchrl_ext.data.transports.base import Handoff, Update, Worker
-from torchrl_ext.data.transports.group.backends import choose_backend
-from torchrl_ext.data.transports.group.handoffs import GroupMailbox
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, GroupOffer, Membership
-from torchrl_ext.data.transports.ranks import Steps
-from torchrl_ext.data.transports.sharded.trainer import ShardedTrainer
-from torchrl_ext.data.transports.sharded.worker import ShardedWorker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import WeightSource
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.handoffs import GroupWorker
+from torchrl_ext.data.group.meeting import Membership
+from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.sharded.agreement import Needs, ShardedLoad, read_plan
+from torchrl_ext.data.sharded.plan import MemberPlan
+from torchrl_ext.data.sharded.rounds import RoundReceiver
+from torchrl_ext.data.sharded.shares import Blocks, packed
 from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.data.transports.copies import BufferPool
-from torchrl_ext.data.transports.group.handoffs import GroupWorker
-from torchrl_ext.data.transports.group.meeting import Membership
-from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.sharded.agreement import Needs, ShardedLoad, read_plan
-from torchrl_ext.data.transports.sharded.plan import MemberPlan
-from torchrl_ext.data.transports.sharded.rounds import RoundReceiver
-from torchrl_ext.data.transports.sharded.shares import Blocks, packed
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["ShardedWorker"]

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import label_number
-from torchrl_ext.data.versions.folders import RunVersion, Version, read_version, version_name, version_number
-from torchrl_ext.data.versions.manifest import MANIFEST, DeltaManifest, Manifest
-from torchrl_ext.data.versions.store import Store
+from torchrl_ext.data.stores.folders import RunVersion, Version, read_version, version_name, version_number
+from torchrl_ext.data.stores.manifest import MANIFEST, DeltaManifest, Manifest
+from torchrl_ext.data.stores.store import Store
 
 __all__ = ["Chain", "Route"]
 

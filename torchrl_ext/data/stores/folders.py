@@ -8,8 +8,8 @@ from operator import attrgetter
 
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import VERSIONS, ParamMeta
-from torchrl_ext.data.versions.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
-from torchrl_ext.data.versions.store import Store
+from torchrl_ext.data.stores.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
+from torchrl_ext.data.stores.store import Store
 
 __all__ = ["BESIDE", "RunVersion", "Version", "read_version", "version_name", "version_number"]
 

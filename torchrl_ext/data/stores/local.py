@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torchrl_ext.base.errors import IntegrityError, StoreError, WeightSyncError
 from torchrl_ext.base.files import LocalFile, OpenFile, open_regular, sync
-from torchrl_ext.data.versions.store import Draft, Store, checked_key
+from torchrl_ext.data.stores.store import Draft, Store, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
 

@@ -15,8 +15,8 @@ import zstandard
 from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.base.types import Count, ParamMeta, Shape, Text, Wire, decode_dtype, described, dtype_name
 from torchrl_ext.data.deltas.table import PARAMETERS
-from torchrl_ext.data.versions.delta_manifest import END, DeltaManifest
-from torchrl_ext.data.versions.store import checked_key
+from torchrl_ext.data.stores.delta_manifest import END, DeltaManifest
+from torchrl_ext.data.stores.store import checked_key
 
 __all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "Manifest", "Placed", "read_manifest"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.data.versions.local import LocalStore
-from torchrl_ext.data.versions.remote import RemoteStore
-from torchrl_ext.data.versions.store import Store
+from torchrl_ext.data.stores.local import LocalStore
+from torchrl_ext.data.stores.remote import RemoteStore
+from torchrl_ext.data.stores.store import Store
 
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
 

@@ -14,8 +14,8 @@ from typing import ClassVar, TypeVar, final
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
 from torchrl_ext.base.files import OpenFile
-from torchrl_ext.data.versions.manifest import MANIFEST
-from torchrl_ext.data.versions.store import Draft, Store, checked_key
+from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.store import Draft, Store, checked_key
 
 __all__ = ["RemoteStore"]
 

@@ -45,7 +45,7 @@ class Store(ABC):
 
     Keys are ``/``-joined relative names (``weight_v000007/manifest.json``). A reader never sees a half-written value.
     A *set* of keys appears as a whole because the writer puts the key last that readers look for first (see
-    `torchrl_ext.data.versions.chain`).
+    `torchrl_ext.data.stores.chain`).
 
     Attributes:
         url: the location for people: a path or an address.

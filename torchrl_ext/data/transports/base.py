@@ -24,8 +24,8 @@ from torchrl_ext.base.deadline import Deadline, one_at_a_time
 from torchrl_ext.base.errors import ConcurrentUpdateError
 from torchrl_ext.base.reports import Spans
 from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.group.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.source import WeightSource
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import VERSIONS, Count, ParamMeta, Wire
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import BESIDE, version_name
+from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.transports.base import Arrival, Update
-from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.versions.chain import Chain
+from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.versions.checkpoint_writer import FilePlace, FullWriter
-from torchrl_ext.data.versions.folders import BESIDE, version_name
-from torchrl_ext.data.versions.manifest import MANIFEST, Manifest, Placed
-from torchrl_ext.data.versions.store import Draft, Store
 from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
 from torchrl_ext.base.types import Count, Info, ParamMeta
+from torchrl_ext.data.group import handoffs
+from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
+from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Member, Membership
+from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.transports import collective_stream as stream
 from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Packer
-from torchrl_ext.data.transports.collective import stream
-from torchrl_ext.data.transports.collective.stream import BUCKET_BYTES, Incoming
-from torchrl_ext.data.transports.group import handoffs
-from torchrl_ext.data.transports.group.backends import choose_backend
-from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
-from torchrl_ext.data.transports.group.meeting import STANDALONE_GROUP, GroupOffer, Member, Membership
-from torchrl_ext.data.transports.group.process_group import Group
+from torchrl_ext.data.transports.collective_stream import BUCKET_BYTES, Incoming
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 

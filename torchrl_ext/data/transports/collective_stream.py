@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.transports.buckets import Bucket, Lander, Packer, layout
 from torchrl_ext.data.transports.copies import BufferPool
-from torchrl_ext.data.transports.group.process_group import Group
 
 __all__ = ["BUCKET_BYTES", "DIRECT_BYTES", "SLICE_BYTES", "Incoming", "buckets_of", "send_buckets"]
 

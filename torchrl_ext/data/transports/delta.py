@@ -17,20 +17,20 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.deltas.codec import encodings, make_codec
+from torchrl_ext.data.group.ranks import Steps
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
+from torchrl_ext.data.stores.opening import open_store
+from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update, Worker
-from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.transports.delta.broadcast import KeptTensors, announce
-from torchrl_ext.data.transports.delta.reader import DeltaOffer, DeltaReader
-from torchrl_ext.data.transports.ranks import Steps
+from torchrl_ext.data.transports.broadcast import KeptTensors, announce
+from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
+from torchrl_ext.data.transports.delta_reader import DeltaOffer, DeltaReader
 from torchrl_ext.data.transports.shared_root import SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneTransport
-from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.checkpoint_writer import FullWriter
 from torchrl_ext.data.versions.compiled import compile_loops
-from torchrl_ext.data.versions.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.versions.opening import open_store
 from torchrl_ext.data.versions.owned import Owned, steps
-from torchrl_ext.data.versions.store import MemoryStore, Store
 from torchrl_ext.data.versions.writer import ChainWriter
 from torchrl_ext.data.weights.checkpoint import local_checkpoint
 from torchrl_ext.data.weights.source import WeightSource

@@ -14,18 +14,18 @@ from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, Wire
 from torchrl_ext.data.deltas.codec import codec_from_json
 from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.opening import open_store
+from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker
-from torchrl_ext.data.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.transports.delta.broadcast import Broadcast
+from torchrl_ext.data.transports.broadcast import Broadcast
+from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.data.transports.standalone import Mailbox
-from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.compiled import compile_loops
-from torchrl_ext.data.versions.folders import version_name
 from torchrl_ext.data.versions.open_route import OpenRoute
-from torchrl_ext.data.versions.opening import open_store
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.data.versions.store import MemoryStore, Store
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["DeltaOffer", "DeltaReader"]

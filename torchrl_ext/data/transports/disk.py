@@ -16,14 +16,14 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
 from torchrl_ext.data.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
-from torchrl_ext.data.versions.chain import Chain
 from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.data.versions.checkpoint_writer import FullWriter
-from torchrl_ext.data.versions.folders import version_name
-from torchrl_ext.data.versions.local import LocalStore
 
 __all__ = ["DiskTransport"]
 

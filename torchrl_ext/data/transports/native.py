@@ -28,14 +28,14 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
+from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
+from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Span
-from torchrl_ext.data.transports.collective.stream import Incoming
-from torchrl_ext.data.transports.collective.transport import VLLMCollectiveTransport, broadcast
-from torchrl_ext.data.transports.group.backends import choose_backend
-from torchrl_ext.data.transports.group.handoffs import GroupLoad, GroupWorker
-from torchrl_ext.data.transports.group.process_group import Group
-from torchrl_ext.data.transports.native.meeting import NAME, GroupInvitation, Meeting
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport, broadcast
+from torchrl_ext.data.transports.collective_stream import Incoming
+from torchrl_ext.data.transports.native_meeting import NAME, GroupInvitation, Meeting
 from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 
 __all__ = ["NativeTransport"]

@@ -23,12 +23,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, TransportError
 from torchrl_ext.base.types import Wire
-from torchrl_ext.data.transports.group.backends import gloo_options, nccl_options
-from torchrl_ext.data.transports.group.calls import made_in_time, run_beside
-from torchrl_ext.data.transports.group.meeting import Member
-from torchrl_ext.data.transports.group.notes import NoteStore
-from torchrl_ext.data.transports.group.process_group import Group, Seat
-from torchrl_ext.data.transports.group.sockets import dial, listen
+from torchrl_ext.data.group.backends import gloo_options, nccl_options
+from torchrl_ext.data.group.calls import made_in_time, run_beside
+from torchrl_ext.data.group.meeting import Member
+from torchrl_ext.data.group.notes import NoteStore
+from torchrl_ext.data.group.process_group import Group, Seat
+from torchrl_ext.data.group.sockets import dial, listen
 
 __all__ = ["NAME", "GroupInvitation", "Meeting"]
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, StaleBaseError, StoreError
 from torchrl_ext.base.types import Info, Wire
-from torchrl_ext.data.versions.local import TEMPORARY
-from torchrl_ext.data.versions.store import Store
+from torchrl_ext.data.stores.local import TEMPORARY
+from torchrl_ext.data.stores.store import Store
 
 __all__ = ["VISIBLE_S", "Invitation", "SharedRoot"]
 

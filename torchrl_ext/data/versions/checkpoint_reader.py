@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.versions.folders import read_version, version_name
-from torchrl_ext.data.versions.manifest import MANIFEST, Manifest, Placed
-from torchrl_ext.data.versions.store import Store
-from torchrl_ext.data.weights.tensorfile import TensorFile
+from torchrl_ext.data.stores.folders import read_version, version_name
+from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.stores.store import Store
+from torchrl_ext.data.stores.tensorfile import TensorFile
 
 __all__ = ["PublishedVersion"]
 

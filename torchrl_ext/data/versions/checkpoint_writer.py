@@ -13,12 +13,12 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.versions.manifest import MANIFEST, Manifest, Placed
-from torchrl_ext.data.versions.store import Draft
+from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.stores.store import Draft
+from torchrl_ext.data.stores.tensorfile import plan_shards
 from torchrl_ext.data.versions.tensor_writer import write_shards
 from torchrl_ext.data.weights.checkpoint import companion_files
 from torchrl_ext.data.weights.source import WeightSource, checked
-from torchrl_ext.data.weights.tensorfile import plan_shards
 
 __all__ = ["FilePlace", "FullWriter"]
 

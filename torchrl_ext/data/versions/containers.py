@@ -16,7 +16,7 @@ from torchrl_ext.data.deltas.patch import SparsePatch
 from torchrl_ext.data.deltas.streams import Found
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.deltas.units import unit_of
-from torchrl_ext.data.versions.delta_manifest import BLOCK, DIGEST, DeltaManifest
+from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
 
 __all__ = [
     "BlockFiles",

@@ -20,11 +20,11 @@ from torchrl_ext.data.deltas.patch import apply_patch
 from torchrl_ext.data.deltas.pipeline import decode_tensors, worker_threads
 from torchrl_ext.data.deltas.streams import StreamPatch, fold
 from torchrl_ext.data.deltas.units import units
-from torchrl_ext.data.versions.chain import Chain, Route
+from torchrl_ext.data.stores.chain import Chain, Route
+from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
+from torchrl_ext.data.stores.folders import RunVersion
+from torchrl_ext.data.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.data.versions.containers import FileEncoding
-from torchrl_ext.data.versions.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.versions.folders import RunVersion
-from torchrl_ext.data.versions.manifest import MANIFEST, Manifest
 from torchrl_ext.data.versions.open_delta import OpenDelta, Range, Wanted, needs_old
 from torchrl_ext.data.versions.payloads import Payloads, incomplete
 from torchrl_ext.data.weights.digests import position_digest

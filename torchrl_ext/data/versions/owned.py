@@ -21,10 +21,10 @@ from torchrl_ext.data.deltas.patch import SparsePatch
 from torchrl_ext.data.deltas.pipeline import differences, worker_threads
 from torchrl_ext.data.deltas.streams import find
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
+from torchrl_ext.data.stores.delta_manifest import DIGEST
+from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.versions.checkpoint_writer import FilePlace, FullWriter
 from torchrl_ext.data.versions.containers import BlockFiles, FileEncoding, code
-from torchrl_ext.data.versions.delta_manifest import DIGEST
-from torchrl_ext.data.versions.store import Draft, Store
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.gather import Gather, Holding
@@ -39,7 +39,7 @@ class Order(Wire, frozen=True, kw_only=True):
     """What every rank writes of a version.
 
     Attributes:
-        place: of the draft (`torchrl_ext.data.versions.store.Draft.place`).
+        place: of the draft (`torchrl_ext.data.stores.store.Draft.place`).
         version: its number.
         base: the version on which it is a delta; None for a full version alone.
         prefix: of the delta's files.

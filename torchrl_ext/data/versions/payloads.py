@@ -11,9 +11,9 @@ import numpy as np
 import xxhash
 
 from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.stores.manifest import MANIFEST, DeltaManifest
+from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.containers import damaged
-from torchrl_ext.data.versions.manifest import MANIFEST, DeltaManifest
-from torchrl_ext.data.versions.store import Store
 
 __all__ = ["HELD_BYTES", "SPAN_BYTES", "Payloads", "incomplete"]
 

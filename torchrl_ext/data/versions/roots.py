@@ -11,12 +11,12 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.folders import BESIDE, version_name
-from torchrl_ext.data.versions.manifest import MANIFEST
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.folders import BESIDE, version_name
+from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.data.versions.store import Store
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["Reader", "Unpacked"]

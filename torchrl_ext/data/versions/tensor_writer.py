@@ -15,8 +15,8 @@ import xxhash
 from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.stores.tensorfile import CHUNK_BYTES, Layout
 from torchrl_ext.data.weights.digests import byte_view
-from torchrl_ext.data.weights.tensorfile import CHUNK_BYTES, Layout
 
 __all__ = ["write_shards"]
 

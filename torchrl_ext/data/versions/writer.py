@@ -10,12 +10,12 @@ import xxhash
 
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.types import Info
-from torchrl_ext.data.versions.chain import Chain
-from torchrl_ext.data.versions.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.data.versions.folders import BESIDE, RunVersion, version_name
-from torchrl_ext.data.versions.manifest import MANIFEST
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
+from torchrl_ext.data.stores.folders import BESIDE, RunVersion, version_name
+from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.owned import Order, Owned, Written
-from torchrl_ext.data.versions.store import Store
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import digest_of
 from torchrl_ext.data.weights.sharing import Ranks

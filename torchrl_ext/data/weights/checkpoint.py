@@ -19,9 +19,9 @@ from torch import Tensor
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.files import identity
 from torchrl_ext.base.types import ParamMeta, dtype_name
+from torchrl_ext.data.stores.tensorfile import TensorFile
 from torchrl_ext.data.weights.blocks import Block, Shard
 from torchrl_ext.data.weights.source import WeightSource
-from torchrl_ext.data.weights.tensorfile import TensorFile
 
 __all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "opened", "revised", "with_dtype"]
 

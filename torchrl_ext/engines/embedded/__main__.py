@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.base.types import API_KEY_VARIABLE, is_loopback
-from torchrl_ext.data.versions.opening import ROOTS_VARIABLE
+from torchrl_ext.data.stores.opening import ROOTS_VARIABLE
 
 __all__ = ["main"]
 

@@ -1,4 +1,4 @@
-"""Connects a collector's workers to their trainer over TCP (`torchrl_ext.data.transports.links`).
+"""Connects a collector's workers to their trainer over TCP (`torchrl_ext.data.group.links`).
 
 A worker dials and introduces itself; the trainer answers ``{"welcome": ...}`` or ``{"refused": why}``. From then on the
 trainer sends requests and the worker answers them.
@@ -18,7 +18,7 @@ from typing import Any
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, WeightSyncError
 from torchrl_ext.base.types import Info
-from torchrl_ext.data.transports.links import LONGEST_BYTES, Link, close_in_children, serve
+from torchrl_ext.data.group.links import LONGEST_BYTES, Link, close_in_children, serve
 
 __all__ = ["Hub", "dial"]
 

@@ -21,7 +21,7 @@ from torchrl_ext.base.reports import Logs, SyncReport
 from torchrl_ext.base.types import Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.transports.links import Link
+from torchrl_ext.data.group.links import Link
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.rl.collectors.hub import Hub
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader

@@ -22,7 +22,7 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Finish, Leave, Message, Poll, read
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.port import EngineState, Port
-from torchrl_ext.data.transports.links import Link
+from torchrl_ext.data.group.links import Link
 from torchrl_ext.rl.collectors.hub import dial
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.sync.receiver import WeightReceiver
