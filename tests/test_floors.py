@@ -31,10 +31,6 @@ ROOMS = {  # room: its floor, the rooms that it may import, the third parties th
 NOBODYS = {"httpx", "requests"}
 ENTRIES = 9
 """The most files and folders of a folder that a reader takes in at once, without ``__init__.py``."""
-CROWDED = {"data/deltas": 16, "data/transports": 15, "data/versions": 20, "data/weights": 13}
-"""Folders with more, which a room built anew brings down: no number may grow."""
-DEEP = {f"data/transports/{name}" for name in ("collective", "delta", "group", "ipc", "native", "sharded")}
-"""Folders two levels below a room, likewise."""
 IN_ENGINES = {"base", "data", "sync", "engines"}
 TRAINER_ONLY = {
     "torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets", "rich",
@@ -151,13 +147,9 @@ def test_no_files_import_each_other():
 
 
 def test_folders_are_few_and_shallow():
-    crowded, deep = {}, set()
     for folder in {path.parent for path in modules()} - {PACKAGE}:
         entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
-        name = folder.relative_to(PACKAGE).as_posix()
-        crowded |= {name: len(entries)} if len(entries) > ENTRIES else {}
-        deep |= {name} if name.count("/") > 1 else set()
-    assert crowded == CROWDED and deep == DEEP
+        assert len(entries) <= ENTRIES and len(folder.relative_to(PACKAGE).parts) <= 2, (folder, len(entries))
 
 
 def test_each_third_party_has_its_homes():

@@ -16,8 +16,8 @@ from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_b
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.base.types import ParamMeta, dtype_from_name
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
-from torchrl_ext.data.deltas.codec import codec_from_json, make_codec
-from torchrl_ext.data.deltas.patch import apply_patch, diff
+from torchrl_ext.data.deltas.blocks import codec_from_json, make_codec
+from torchrl_ext.data.deltas.table import apply_patch, diff
 from torchrl_ext.data.stores.delta_manifest import DeltaManifest
 from torchrl_ext.data.stores.manifest import read_manifest
 from torchrl_ext.data.stores.tensorfile import TensorFile

@@ -22,8 +22,7 @@ from torchrl_ext.cli.bench.data import model_shapes, synthetic_pair
 from torchrl_ext.cli.bench.runner import rounds
 from torchrl_ext.data.deltas.blocks import KINDS
 from torchrl_ext.data.deltas.streams import Found, StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.deltas.units import unit_of, units
+from torchrl_ext.data.deltas.table import ParamTable, unit_of, units
 
 _BLOCK = 1 << 22
 _DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from torchrl_ext.data.deltas.token_loops import steps_between
-from torchrl_ext.data.deltas.units import unit_of, units
+from torchrl_ext.data.deltas.codec_loops import steps_between
+from torchrl_ext.data.deltas.table import unit_of, units
 
 
 def flip(weights: dict[str, Tensor], density: float, seed: int) -> None:

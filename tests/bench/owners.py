@@ -23,14 +23,13 @@ from tests.bench.frame import say, together
 from tests.memory import track_peak
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.runner import seconds
-from torchrl_ext.data.deltas.codec import make_codec
-from torchrl_ext.data.deltas.pipeline import worker_threads
-from torchrl_ext.data.deltas.streams import find
+from torchrl_ext.data.deltas.blocks import make_codec
+from torchrl_ext.data.deltas.streams import find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.transports.delta import DeltaTransport
-from torchrl_ext.data.versions.containers import BlockFiles, code
 from torchrl_ext.data.versions.owned import FlatCopies
-from torchrl_ext.data.weights.sharing import owners
+from torchrl_ext.data.versions.payloads import BlockFiles, code
+from torchrl_ext.data.weights.gather import owners
 from torchrl_ext.sync.sender import WeightSender
 
 _TIMEOUT_S = 300.0

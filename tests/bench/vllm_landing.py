@@ -29,8 +29,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.runner import seconds
-from torchrl_ext.data.deltas.patch import SparsePatch
-from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.deltas.table import SparsePatch, units
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.vllm.model import VLLMModel

@@ -12,7 +12,7 @@ from tests.data.transports.chains import folder, published, rewrite, trainer_at
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.compat.slime.first import build_flush, flush_buckets, flush_name, parse_flush
-from torchrl_ext.data.deltas.patch import SparsePatch, diff
+from torchrl_ext.data.deltas.table import SparsePatch, diff
 from torchrl_ext.testing import WAIT_S
 
 A = ParamMeta("a.weight", torch.bfloat16, (300, 300))

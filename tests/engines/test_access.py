@@ -21,7 +21,7 @@ from torchrl_ext.base.types import API_KEY_VARIABLE, ParamMeta
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.stores.opening import ROOTS_VARIABLE, admit
-from torchrl_ext.data.transports.shared_root import SharedRoot
+from torchrl_ext.data.transports.disk import SharedRoot
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines.update_from_disk import _located
 from torchrl_ext.sync.inspection import inspect

@@ -15,8 +15,7 @@ import torchrl_ext as tx
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Arrival, Update, Worker
-from torchrl_ext.data.transports.native import NativeTransport, layout_of
-from torchrl_ext.data.transports.native_meeting import NAME
+from torchrl_ext.data.transports.native import NAME, NativeTransport, layout_of
 from torchrl_ext.data.weights.derived import as_source
 
 WAIT_S = 300

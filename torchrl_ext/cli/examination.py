@@ -25,7 +25,7 @@ from torchrl_ext.control.makes.server_info import ServerInfo, server_info
 from torchrl_ext.control.serving.router import listed_workers
 from torchrl_ext.data.landing.placement import keeps_values
 from torchrl_ext.data.stores.opening import open_store
-from torchrl_ext.data.transports.shared_root import SharedRoot
+from torchrl_ext.data.transports.disk import SharedRoot
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.patcher import Share
 from torchrl_ext.data.weights.checkpoint import revised
 from torchrl_ext.data.weights.digests import PositionDigest

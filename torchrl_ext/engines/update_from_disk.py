@@ -31,7 +31,7 @@ from torchrl_ext.base.types import Info, decoded
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.folders import version_number
 from torchrl_ext.data.stores.opening import admit, open_store
-from torchrl_ext.data.transports.shared_root import SharedRoot
+from torchrl_ext.data.transports.disk import SharedRoot
 from torchrl_ext.data.versions.open_delta import needs_old
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torchrl_ext.base.errors import ConfigError, WeightSyncError, why
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.base.types import Info
 from torchrl_ext.data.stores.opening import admit, open_store
-from torchrl_ext.data.transports.shared_root import Invitation
+from torchrl_ext.data.transports.disk import Invitation
 
 __all__ = ["followed", "inspect"]
 

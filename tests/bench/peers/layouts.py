@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchrl_ext.cli.bench.data import Pair
 from torchrl_ext.cli.bench.delta import OTHERS, OURS, changes, compare
-from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.deltas.table import units
 
 Row = dict[str, Any]
 Pulse = tuple[Row, list[np.ndarray]] | None

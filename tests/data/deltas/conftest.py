@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_ext.data.deltas.host import HostKernels
-from torchrl_ext.data.deltas.torch_ops import TorchKernels
+from torchrl_ext.data.deltas.host import HostKernels, TorchKernels
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WAYS = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.token_loops import steps_between
-from torchrl_ext.data.deltas.units import unit_of, units
+from torchrl_ext.data.deltas.codec_loops import steps_between
+from torchrl_ext.data.deltas.table import unit_of, units
 
 DTYPES = [
     torch.bfloat16,

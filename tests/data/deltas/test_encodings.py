@@ -15,13 +15,18 @@ from tests.hostile import refused_or_right, worse_bytes
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.data import synthetic_pair
-from torchrl_ext.data.deltas.blocks import CONTEXT, KINDS, ULP, BlockCodec, BlockEncoding
-from torchrl_ext.data.deltas.codec import codec_from_json, encodings, make_codec
-from torchrl_ext.data.deltas.patch import apply_patch, diff
-from torchrl_ext.data.deltas.pipeline import differences
-from torchrl_ext.data.deltas.streams import Found, StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.deltas.units import Unit, unit_of, units
+from torchrl_ext.data.deltas.blocks import (
+    CONTEXT,
+    KINDS,
+    ULP,
+    BlockCodec,
+    BlockEncoding,
+    codec_from_json,
+    encodings,
+    make_codec,
+)
+from torchrl_ext.data.deltas.streams import Found, StreamPatch, differences
+from torchrl_ext.data.deltas.table import ParamTable, Unit, apply_patch, diff, unit_of, units
 from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas.host import HostKernels, kernels_on
+from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
 from torchrl_ext.data.deltas.kernels import BITS, Piece, Writes, flat_bits, linear_keys
-from torchrl_ext.data.deltas.torch_ops import TorchKernels
 
 WIDTHS = (1, 2, 4, 8)
 

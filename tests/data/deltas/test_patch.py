@@ -6,7 +6,7 @@ import torch
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.patch import SparsePatch, apply_patch
+from torchrl_ext.data.deltas.table import SparsePatch, apply_patch
 
 META = ParamMeta("w", torch.bfloat16, (4, 5))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_ext.data.deltas.patch import StepPatch
 from torchrl_ext.data.deltas.streams import StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.table import ParamTable, StepPatch
 
 
 class Listed:

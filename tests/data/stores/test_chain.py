@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import torchrl_ext as tx
 from torchrl_ext.base.errors import IntegrityError, StoreError
-from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.delta_manifest import BLOCKS, DIGEST
@@ -21,7 +21,7 @@ from torchrl_ext.data.stores.folders import version_name, version_number
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.stores.manifest import DeltaManifest, Manifest
 from torchrl_ext.data.stores.store import MemoryStore
-from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.owned import Owned
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.versions.writer import ChainWriter

@@ -11,8 +11,9 @@ from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import TransportError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
 from torchrl_ext.data.group.ranks import RankStore, TrainerRanks
-from torchrl_ext.data.transports import delta_reader as reader
-from torchrl_ext.data.transports import disk, shared_root
+from torchrl_ext.data.transports import delta as reader
+from torchrl_ext.data.transports import disk
+from torchrl_ext.data.transports import disk as shared_root
 
 MODULES = {"delta": reader, "disk": disk}
 

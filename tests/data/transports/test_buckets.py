@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.buckets import Lander, Packer, layout
-from torchrl_ext.data.transports.collective_stream import DIRECT_BYTES, buckets_of
-from torchrl_ext.data.transports.copies import BufferPool
+from torchrl_ext.data.transports.buckets import BufferPool, Lander, Packer, layout
+from torchrl_ext.data.transports.collective import DIRECT_BYTES, buckets_of
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
 
 CPU = torch.device("cpu")

@@ -151,7 +151,7 @@ def test_settings_that_cannot_work_are_refused_at_once(name, how, tmp_path):
 @pytest.mark.parametrize("suite", [TestMemory, TestIPC, TestDisk, TestDelta, *InGroup.__subclasses__()])
 def test_worker_joins_damaged_offer_or_raises_our_error(suite, tmp_path, monkeypatch):
     """For any damaged offer of a trainer, a worker joins or raises WeightSyncError, nothing else."""
-    monkeypatch.setattr("torchrl_ext.data.transports.shared_root.VISIBLE_S", 0.0)
+    monkeypatch.setattr("torchrl_ext.data.transports.disk.VISIBLE_S", 0.0)
     trainer, ended = suite().make_trainer(tmp_path), Deadline(0.0)
     ended.stop.set()
     info = json.loads(json.dumps(trainer.open(1, (), Deadline(WAIT_S)).info))

@@ -19,7 +19,7 @@ from torchrl_ext.base.errors import IntegrityError, ManifestError, UpdateError, 
 from torchrl_ext.data.stores import local
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
-from torchrl_ext.data.versions import checkpoint_writer
+from torchrl_ext.data.versions import full as checkpoint_writer
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 

@@ -22,7 +22,7 @@ from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore, _LocalDraft
-from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 

@@ -21,7 +21,7 @@ import zstandard
 from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
 from torchrl_ext.base.errors import ManifestError, WeightSyncError
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.delta_manifest import END, DeltaManifest
 from torchrl_ext.data.stores.folders import Version, version_name

@@ -10,8 +10,10 @@ from torch import nn
 import torchrl_ext as tx
 from tests.processes import calling, python
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas import block_loops, host_loops, token_loops
-from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas import codec_loops as block_loops
+from torchrl_ext.data.deltas import codec_loops as token_loops
+from torchrl_ext.data.deltas import host_loops
+from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.versions import compiled
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
@@ -62,7 +64,7 @@ MASK = """
 import sys, numba, numpy as np
 if sys.argv[1]:
     numba.__version__ = sys.argv[1]
-from torchrl_ext.data.deltas.block_loops import set_mask
+from torchrl_ext.data.deltas.codec_loops import set_mask
 set_mask(np.arange(4, dtype=np.int32), np.zeros(1, np.uint64))
 hits, misses = (sum(counts.values()) for counts in (set_mask.stats.cache_hits, set_mask.stats.cache_misses))
 assert hits + misses == 1

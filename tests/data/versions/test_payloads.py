@@ -11,13 +11,14 @@ import torch
 
 from tests.data.transports.chains import flip, same
 from torchrl_ext.base.errors import IntegrityError
-from torchrl_ext.data.deltas.patch import apply_patch
+from torchrl_ext.data.deltas.table import apply_patch
 from torchrl_ext.data.stores import remote
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.stores.remote import RemoteStore, _RemoteFile
 from torchrl_ext.data.transports.delta import DeltaTransport
-from torchrl_ext.data.versions import checkpoint_reader, payloads
+from torchrl_ext.data.versions import full as checkpoint_reader
+from torchrl_ext.data.versions import payloads
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.testing import any_bits
 

@@ -11,8 +11,7 @@ from torch import nn
 from tests.models import tiny_model
 from tests.processes import python
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.peft import PeftSource
+from torchrl_ext.data.weights.derived import PeftSource, as_source
 from torchrl_ext.data.weights.source import checked
 from torchrl_ext.testing import same_bits
 

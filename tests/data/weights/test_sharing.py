@@ -11,7 +11,7 @@ from tests.data.weights.test_view import SHAPES, blocks_of, counted
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.sharing import disjoint, owners
+from torchrl_ext.data.weights.gather import disjoint, owners
 
 
 def meta(*shape):

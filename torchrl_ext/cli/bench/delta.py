@@ -24,14 +24,12 @@ from torch import Tensor
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.cli.bench.data import SIZES, Pair, synthetic_pair
 from torchrl_ext.cli.bench.runner import ratio, rounds
-from torchrl_ext.data.deltas.codec import make_codec
-from torchrl_ext.data.deltas.pipeline import worker_threads
-from torchrl_ext.data.deltas.streams import find
-from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.deltas.blocks import make_codec
+from torchrl_ext.data.deltas.streams import find, worker_threads
+from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.transports.delta import DeltaTransport
-from torchrl_ext.data.versions.containers import BlockFiles, code
 from torchrl_ext.data.versions.owned import FlatCopies
+from torchrl_ext.data.versions.payloads import BlockFiles, code
 
 __all__ = ["OTHERS", "OURS", "changes", "compare", "measure"]
 

@@ -71,7 +71,7 @@ def verify(root: Root, base: Base = None) -> int:
 
     Example: `torchrl-ext chain verify /shared/updates --base checkpoints/start`
     """
-    from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
+    from torchrl_ext.data.versions.full import PublishedVersion
     from torchrl_ext.data.weights.digests import tensor_digest
 
     reader = _reader(root, base)
@@ -152,7 +152,7 @@ def materialize(
     Example: `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
     """
     from torchrl_ext.data.stores.local import LocalStore
-    from torchrl_ext.data.versions.checkpoint_writer import FullWriter
+    from torchrl_ext.data.versions.full import FullWriter
     from torchrl_ext.data.versions.roots import Unpacked
 
     reader = _reader(root, base)

@@ -25,8 +25,7 @@ from safetensors.torch import save
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.patch import SparsePatch, index_dtype
-from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.deltas.table import SparsePatch, index_dtype, unit_of
 from torchrl_ext.data.stores.tensorfile import FORMAT_NAMES, HEADER_DAMAGE, parse_header
 
 __all__ = ["FLUSH_BYTES", "FlushFile", "build_flush", "check_dtype", "flush_buckets", "flush_name", "parse_flush"]

@@ -1,8 +1,11 @@
 """Codecs of blocks: encode and decode the changed elements of one range of a stream.
 
     ulp      joint tokens of gaps and steps (`tokens`): near the entropy, a few ns for each change
-    context  tokens sorted by the exponent of the base (`contexts`): a third less, for readers of it
+    context  tokens sorted by the exponent of the base (`tokens`): a third less, for readers of it
     bitmap   uint64 words, a bit for each unit, then the new bits of those that changed: at the speed of memory
+
+An encoding of deltas is one of these (`BlockEncoding`), or one of whole parameters in files of another layout
+(`torchrl_ext.data.versions.payloads.FileEncoding`).
 
 Numbers are little-endian. Nobody checks a block for bits that flipped: its checksum is the manifest's.
 """
@@ -12,20 +15,58 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 
-from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.errors import ConfigError, ManifestError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info
-from torchrl_ext.data.deltas import contexts, tokens
+from torchrl_ext.data.deltas import tokens
 from torchrl_ext.data.deltas.streams import Found, StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.table import ParamTable, Unit, unit_of
 from torchrl_ext.data.deltas.tokens import Buffer, damaged
-from torchrl_ext.data.deltas.units import Unit, unit_of
 from torchrl_ext.data.stores.delta_manifest import BLOCKS
 
-__all__ = ["BITMAP", "CONTEXT", "KINDS", "ULP", "BlockCodec", "BlockEncoding", "Decoded"]
+__all__ = [
+    "BITMAP",
+    "CONTEXT",
+    "KINDS",
+    "ULP",
+    "BlockCodec",
+    "BlockEncoding",
+    "Decoded",
+    "codec_from_json",
+    "encodings",
+    "make_codec",
+]
+
+
+def make_codec(name: str) -> Any:
+    """Return the encoding called ``name``.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    return encodings.make(name)
+
+
+def codec_from_json(info: Info) -> Any:
+    """Return the encoding that its `to_json` described.
+
+    Args:
+        info: ``{"name": ..., settings}``.
+
+    Raises:
+        ManifestError: this process does not know the encoding, or it does not take these settings.
+    """
+    if not isinstance(info, dict) or not isinstance(info.get("name"), str):
+        raise ManifestError(f"{info!r} does not describe a codec", expected='{"name": ..., settings}')
+    try:
+        return encodings.make(**info)
+    except ConfigError as error:
+        raise ManifestError(f"a delta has an unknown encoding: {error.what}", hint=error.hint) from error
+
 
 Decoded = tuple[np.ndarray, np.ndarray]
 """Positions, int32 or int64, and values: new bits or steps."""
@@ -34,7 +75,7 @@ Decoded = tuple[np.ndarray, np.ndarray]
 @final
 @dataclass(frozen=True)
 class BlockCodec:
-    """One kind of block. Bit-exact for every dtype that `torchrl_ext.data.deltas.units.unit_of` accepts.
+    """One kind of block. Bit-exact for every dtype that `torchrl_ext.data.deltas.table.unit_of` accepts.
 
     Attributes:
         name: in manifests.
@@ -87,18 +128,18 @@ def _read_ulp(data: memoryview, unit: Unit, size: int, name: str, old: np.ndarra
 
 
 def _write_context(unit: Unit, found: Found) -> bytes:
-    return contexts.encode(unit, found.positions, _steps(unit, found), found.old)
+    return tokens.encode_sorted(unit, found.positions, _steps(unit, found), found.old)
 
 
 def _read_context(data: memoryview, unit: Unit, size: int, name: str, old: np.ndarray | None) -> Decoded:
     assert old is not None  # `decode` looked
     if old.size != size:
         raise damaged(name, f"its base has {old.size} units", f"{size}")
-    return contexts.decode(data, unit, old, name)
+    return tokens.decode_sorted(data, unit, old, name)
 
 
 def _write_bitmap(unit: Unit, found: Found) -> bytes:
-    from torchrl_ext.data.deltas.block_loops import compare, set_mask
+    from torchrl_ext.data.deltas.codec_loops import compare, set_mask
 
     mask = np.zeros(-(-found.size // 64), np.uint64)
     if 16 * found.positions.size > found.size and sum(new.size for _, new in found.news) == found.size:
@@ -110,7 +151,7 @@ def _write_bitmap(unit: Unit, found: Found) -> bytes:
 
 
 def _read_bitmap(data: memoryview, unit: Unit, size: int, name: str, old: np.ndarray | None) -> Decoded:
-    from torchrl_ext.data.deltas.block_loops import list_mask
+    from torchrl_ext.data.deltas.codec_loops import list_mask
 
     end = -(-size // 64) * 8
     changed, rest = divmod(len(data) - end, unit.width)
@@ -147,7 +188,7 @@ class BlockEncoding:
         return self.name == CONTEXT.name
 
     def to_json(self) -> Info:
-        """Return ``{"name": ...}``, from which `torchrl_ext.data.deltas.codec.codec_from_json` makes it again."""
+        """Return ``{"name": ...}``, from which `torchrl_ext.data.deltas.blocks.codec_from_json` makes it again."""
         return {"name": self.name}
 
     def encode(self, unit: Unit, found: Found) -> tuple[str, bytes]:
@@ -163,7 +204,7 @@ ulp, context, bitmap, auto = (partial(BlockEncoding, name) for name in (*KINDS, 
 
 
 def _steps(unit: Unit, found: Found) -> np.ndarray:
-    from torchrl_ext.data.deltas.token_loops import steps_between
+    from torchrl_ext.data.deltas.codec_loops import steps_between
 
     steps = np.empty_like(found.before)
     steps_between(found.before, found.after, unit.top, unit.mask, unit.ordered, steps)

@@ -25,7 +25,7 @@ from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline, one_at_a_time
 from torchrl_ext.base.errors import ConcurrentUpdateError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.base.types import Info, described
-from torchrl_ext.data.weights.sharing import Ranks
+from torchrl_ext.data.weights.gather import Ranks
 
 __all__ = ["RankStep", "RankStore", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 

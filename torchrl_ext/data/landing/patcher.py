@@ -21,10 +21,8 @@ from torch import Tensor
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.data.deltas.host import kernels_on
 from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, linear_keys
-from torchrl_ext.data.deltas.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.data.deltas.streams import StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable, Stream, unit_bytes
-from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, StepPatch, Stream, index_dtype, unit_bytes, unit_of
 from torchrl_ext.data.weights.digests import PositionDigest
 from torchrl_ext.data.weights.view import View
 

@@ -24,7 +24,7 @@ from torchrl_ext.data.deltas.kernels import Words
 from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.data.sharded.plan import MemberPlan, Transfer
-from torchrl_ext.data.transports.copies import BufferPool, as_bytes, copy_each, is_plain
+from torchrl_ext.data.transports.buckets import BufferPool, as_bytes, copy_each, is_plain
 from torchrl_ext.data.weights.blocks import Block, Shard
 from torchrl_ext.data.weights.digests import PositionDigest, block_words
 

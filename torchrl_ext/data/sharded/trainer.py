@@ -24,7 +24,7 @@ from torchrl_ext.data.sharded.plan import MemberPlan, TransferPlan, group_rank, 
 from torchrl_ext.data.sharded.rounds import RoundSender
 from torchrl_ext.data.sharded.shares import Blocks, packed, unpacked
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update
-from torchrl_ext.data.transports.copies import BufferPool
+from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 

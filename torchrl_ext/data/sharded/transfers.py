@@ -15,7 +15,7 @@ import numpy as np
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.sharded.shares import Blocks
-from torchrl_ext.data.weights.sharing import disjoint
+from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.view import Block
 
 __all__ = ["Transfers", "transfers_of"]

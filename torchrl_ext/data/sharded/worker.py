@@ -17,7 +17,7 @@ from torchrl_ext.data.sharded.plan import MemberPlan
 from torchrl_ext.data.sharded.rounds import RoundReceiver
 from torchrl_ext.data.sharded.shares import Blocks, packed
 from torchrl_ext.data.transports.base import Arrival
-from torchrl_ext.data.transports.copies import BufferPool
+from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["ShardedWorker"]

@@ -86,7 +86,7 @@ class DeltaManifest:
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
         base_run_id: the one that published the base; made of the digests of a checkpoint, where that is version 0.
-        container: how payloads are laid out in files (`torchrl_ext.data.versions.containers`).
+        container: how payloads are laid out in files (`torchrl_ext.data.versions.payloads`).
         codecs: JSON of every codec used.
         files: size in bytes of every file beside the manifest.
         table: the parameters, changed or not, and the streams.

@@ -21,7 +21,7 @@ from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.transports.base import Arrival, Update
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.versions.checkpoint_writer import FilePlace, FullWriter
+from torchrl_ext.data.versions.full import FilePlace, FullWriter
 from torchrl_ext.data.weights.digests import tensor_digest
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 

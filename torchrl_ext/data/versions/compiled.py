@@ -14,16 +14,15 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.blocks import BlockEncoding
-from torchrl_ext.data.deltas.codec import make_codec
+from torchrl_ext.data.deltas.blocks import BlockEncoding, make_codec
 from torchrl_ext.data.deltas.kernels import BITS
-from torchrl_ext.data.deltas.units import unit_of
+from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
-from torchrl_ext.data.versions.checkpoint_writer import FullWriter
-from torchrl_ext.data.versions.containers import FileEncoding
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.owned import Owned
+from torchrl_ext.data.versions.payloads import FileEncoding
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.versions.writer import ChainWriter
 from torchrl_ext.data.weights.source import MappingSource

@@ -15,18 +15,15 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.codec import codec_from_json
-from torchrl_ext.data.deltas.patch import apply_patch
-from torchrl_ext.data.deltas.pipeline import decode_tensors, worker_threads
-from torchrl_ext.data.deltas.streams import StreamPatch, fold
-from torchrl_ext.data.deltas.units import units
+from torchrl_ext.data.deltas.blocks import codec_from_json
+from torchrl_ext.data.deltas.streams import StreamPatch, decode_tensors, fold, worker_threads
+from torchrl_ext.data.deltas.table import apply_patch, units
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.stores.folders import RunVersion
 from torchrl_ext.data.stores.manifest import MANIFEST, Manifest
-from torchrl_ext.data.versions.containers import FileEncoding
 from torchrl_ext.data.versions.open_delta import OpenDelta, Range, Wanted, needs_old
-from torchrl_ext.data.versions.payloads import Payloads, incomplete
+from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import WeightSource
 
@@ -121,7 +118,7 @@ class OpenRoute:
 
         Raises:
             FileNotFoundError: it was collected.
-            IntegrityError, ManifestError: as `torchrl_ext.data.versions.containers.FileEncoding.read`.
+            IntegrityError, ManifestError: as `torchrl_ext.data.versions.payloads.FileEncoding.read`.
         """
         where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
         if manifest.container == BLOCKS:

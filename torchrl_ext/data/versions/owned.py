@@ -17,14 +17,12 @@ from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
 from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.kernels import flat_bits, linear_keys, unsigned
-from torchrl_ext.data.deltas.patch import SparsePatch
-from torchrl_ext.data.deltas.pipeline import differences, worker_threads
-from torchrl_ext.data.deltas.streams import find
-from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
+from torchrl_ext.data.deltas.streams import differences, find, worker_threads
+from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_bytes
 from torchrl_ext.data.stores.delta_manifest import DIGEST
 from torchrl_ext.data.stores.store import Draft, Store
-from torchrl_ext.data.versions.checkpoint_writer import FilePlace, FullWriter
-from torchrl_ext.data.versions.containers import BlockFiles, FileEncoding, code
+from torchrl_ext.data.versions.full import FilePlace, FullWriter
+from torchrl_ext.data.versions.payloads import BlockFiles, FileEncoding, code
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.gather import Gather, Holding

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.patch import Patch, apply_patch
+from torchrl_ext.data.deltas.table import Patch, apply_patch
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.folders import RunVersion
 from torchrl_ext.data.stores.manifest import DeltaManifest
-from torchrl_ext.data.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.data.versions.full import PublishedVersion
 from torchrl_ext.data.versions.open_delta import Wanted
 from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.data.weights.blocks import Block

@@ -18,7 +18,7 @@ from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.owned import Order, Owned, Written
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import digest_of
-from torchrl_ext.data.weights.sharing import Ranks
+from torchrl_ext.data.weights.gather import Ranks
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ChainWriter"]

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, Part, dtype_name, is_torchrl
-from torchrl_ext.data.weights.blocks import Block, Shard
-from torchrl_ext.data.weights.dtensor import shards_of_dtensor
+from torchrl_ext.data.weights.blocks import Block, Shard, shards_of_dtensor
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "checked", "inner_model"]
 
