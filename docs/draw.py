@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 IMAGES = Path(__file__).parent / "img"
+PAGE = Path(__file__).with_name("architecture.md")
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 STYLE = f"""
 text {{ font: 16px {FONT}; fill: #1f2328; text-anchor: middle }}
@@ -211,24 +213,34 @@ def choose() -> str:
     )
 
 
+def stops() -> dict[str, str]:
+    """Return the numbers of the stops in each room, as the page of the architecture lists them."""
+    found: dict[str, list[str]] = {}
+    for number, functions in re.findall(r"^\| (\d+) \| [a-z].* \| (.*) \|$", PAGE.read_text(), re.MULTILINE):
+        for room in dict.fromkeys(re.findall(r"\(`(\w+)/", functions)):
+            found.setdefault(room, []).append(number)
+    return {room: ", ".join(numbers) for room, numbers in found.items()}
+
+
 def rooms() -> str:
-    """Return the nine rooms on their floors, and the stops of one weight in them."""
-    tall, gap = 64, 20
+    """Return the nine rooms on their floors, and the numbers of the stops that one weight makes in them."""
+    tall, gap, numbers = 72, 18, stops()
     floors = [52 + (tall + gap) * number for number in range(6)]  # from the highest one down
     left, middle, right = 84, 514, 944
+    half, rest, whole = (left, middle - 6), (middle + 6, right), (left, right)
 
-    def room(kind: str, row: int, sides: tuple[int, int], name: str, *words: str) -> str:
-        return box(kind, *sides, floors[row], name, *words, height=tall)
+    def room(kind: str, row: int, sides: tuple[int, int], name: str, words: str) -> str:
+        more = [f"stop{'s' if ',' in numbers[name] else ''} {numbers[name]}"] if name in numbers else []
+        return box(kind, *sides, floors[row], name, words, *more, height=tall)
 
     def floor(row: int) -> str:
         return rect("lane", 8, floors[row] - 8, 944, tall + 16) + text(40, floors[row] + tall // 2 + 6, f"{6 - row}")
 
-    half, rest, whole = (left, middle - 6), (middle + 6, right), (left, right)
     return picture(
         960,
         floors[5] + tall + 20,
         "Nine rooms on six floors: base; data and control; sync, where they meet; engines, rl; compat, testing; cli",
-        text(16, 34, "Nine rooms: each imports floors below it only", "title left"),
+        text(16, 34, "Nine rooms, each of which imports lower floors only, and one weight's stops", "title left"),
         *(floor(row) for row in range(6)),
         room("plain", 0, whole, "cli", "torchrl-ext: commands, measurements"),
         room("plain", 1, half, "compat", "words of slime, vime, SkyRL, vLLM, Megatron"),
@@ -236,8 +248,8 @@ def rooms() -> str:
         room("engine", 2, half, "engines", "inside vLLM, SGLang and our own engine"),
         room("trainer", 2, rest, "rl", "TorchRL: schemes, updaters, policies"),
         room("stopped", 3, whole, "sync", "where both layers meet: sender, receiver, engine worker"),
-        room("engine", 4, half, "data", "the bytes: sources, deltas, versions, transports, landing"),
-        room("trainer", 4, rest, "control", "the calls: engines, fleets, routers, requests"),
+        room("engine", 4, half, "data", "bytes: sources, deltas, versions, transports"),
+        room("trainer", 4, rest, "control", "calls: engines, fleets, routers, requests"),
         room("plain", 5, whole, "base", "words: errors, messages, deadlines, reports, names"),
     )
 

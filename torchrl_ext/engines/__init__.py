@@ -1,7 +1,7 @@
 """Inside an engine: the plugins of stock vLLM and SGLang, and the embedded engine, which hosts a `transformers` model.
 
-Here belongs what touches a live model of an engine: its loader, its rehearsal, its routes. Each make's folder is the
-only place that imports it. Nothing here knows how bytes travel.
+Here belongs what touches a live model of an engine: its loader, its rehearsal, its routes. A make's own package
+is imported in its folder. Nothing here knows how bytes travel.
 
 ==============  =======================================================================================
 plugin          our code in a stock engine, which the engine loads by an entry point
