@@ -251,9 +251,8 @@ class TransportContract(ABC):
         assert tx.WeightSender(trainer, Engine(_Remote(held)), finite=False).update_weights(weights).verified
         assert_held(held, weights)
 
-    def test_a_worker_that_is_replaced_gets_the_next_version_and_the_old_one_nothing_more(
-        self, trainer: Transport
-    ) -> None:
+    def test_rejoining_worker_replaces_the_old_one(self, trainer: Transport) -> None:
+        """A worker that takes another's place gets the next version; the old one gets nothing more."""
         policy, first, second = (nn.Linear(6, 5) for _ in range(3))
         sender = tx.WeightSender(trainer, Engine(_Remote(first)))
         sender.register_model(policy)
@@ -287,9 +286,10 @@ class TransportContract(ABC):
             "join", "join.stage", "join.receive",
         ],
     )  # fmt: skip
-    def test_a_step_that_fails_leaves_one_version_or_a_paused_engine_and_the_next_update_is_right(
+    def test_failed_step_leaves_one_version_or_a_paused_engine(
         self, trainer: Transport, step: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Whatever step fails, the engine has one version or is paused, and the next update is right."""
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 7)) for _ in range(2))
         engine, met, connects = Engine(_Remote(served)), list[str](), step.startswith(("open", "join"))
         sender = tx.WeightSender(trainer, engine)
@@ -322,7 +322,8 @@ class TransportContract(ABC):
             assert_held(served, policy)
         assert met  # in one round at least: a worker may receive one version and stage the next
 
-    def test_an_engine_follows_the_policy_and_a_part_of_it_leaves_the_rest_as_it_was(self, trainer: Transport) -> None:
+    def test_engine_follows_the_policy_and_parts_of_it(self, trainer: Transport) -> None:
+        """An engine follows the policy; an update of a part leaves the other parameters as they were."""
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50)) for _ in range(2))
         sender = tx.WeightSender(trainer, Engine(_Remote(served)))
         sender.register_model(policy)
@@ -343,7 +344,8 @@ class TransportContract(ABC):
         sender.shutdown()
         sender.shutdown()
 
-    def test_an_update_that_cannot_land_fails_by_name_and_the_next_one_recovers(self, trainer: Transport) -> None:
+    def test_update_that_cannot_land_is_refused_by_name(self, trainer: Transport) -> None:
+        """The error names the parameter that cannot land, and the next update recovers."""
         policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
         before = _copied(served)
         sender = tx.WeightSender(trainer, Engine(_Remote(served)))
@@ -392,7 +394,8 @@ class StandaloneContract(TransportContract):
         assert ends.worker.receive_weights(0.05) is None
         assert ends.worker.receive_weights(0.0) is None
 
-    def test_one_version_after_the_other_arrives_and_older_ones_stay_what_they_were(self, ends: Ends) -> None:
+    def test_later_versions_leave_received_ones_as_they_were(self, ends: Ends) -> None:
+        """Versions arrive one after the other; a later one changes no tensor of an earlier one."""
         weights = {"a": torch.zeros(700), "b": torch.zeros(5, dtype=torch.bfloat16)}
         seen = []
         for step in range(4):
@@ -404,7 +407,8 @@ class StandaloneContract(TransportContract):
         assert ends.worker.received_version == 4
         assert ends.trainer.latest_version() == 4
 
-    def test_a_second_send_at_the_same_time_is_refused_and_the_first_one_arrives(self, ends: Ends) -> None:
+    def test_concurrent_second_send_is_refused(self, ends: Ends) -> None:
+        """A send during another one is refused, and the first one arrives."""
         inside, go_on = threading.Event(), threading.Event()
         weights = {"x": torch.randn(5), "y": torch.randn(5)}
 
@@ -431,9 +435,8 @@ class StandaloneContract(TransportContract):
         ],
         ids=["unknown", "missing", "shape", "dtype"],
     )
-    def test_a_parameter_that_cannot_land_is_named_and_changes_nothing(
-        self, ends: Ends, named: str, tensor: Tensor | None
-    ) -> None:
+    def test_parameter_that_cannot_land_changes_nothing(self, ends: Ends, named: str, tensor: Tensor | None) -> None:
+        """The error names the parameter that cannot land, and no tensor changes."""
         wanted = {"alpha": torch.zeros(3), "b.c": torch.zeros(2), named: tensor}
         held = {name: one for name, one in wanted.items() if one is not None}
         with pytest.raises(ManifestError, match=named):
