@@ -18,7 +18,6 @@ def test_a_wait_that_gets_what_it_asks_for_ends_with_it():
 
 
 def test_last_look_is_at_the_deadline_and_error_names_party():
-    """The last look is at the deadline, and the error names the party that did not answer."""
     looks = []
     with pytest.raises(DeadlineError, match=r"worker 3 \(pid 17\) did not answer within 0\.05 s"):
         Deadline(0.05, "worker 3 (pid 17)").poll(lambda: looks.append(1), shortest_s=0.01)
@@ -83,8 +82,6 @@ class TestBeside:
         assert sorted(done) == ["block", "call"] and not within.stop.is_set()
 
     def test_failed_call_ends_waits_of_the_block_and_is_raised(self):
-        """A call that fails ends the waits of the block, and the call's error is raised."""
-
         def call(early):
             raise ValueError("the engine refused")
 
@@ -94,7 +91,6 @@ class TestBeside:
         assert "no worker came" in str(met.value.__cause__)
 
     def test_failed_block_ends_waits_of_the_call_and_chains_error(self):
-        """A block that fails ends the waits of the call, whose error is chained to the block's."""
         within = Deadline(LONG_S)
         load = lambda early: within.poll(lambda: None, "the load did not end")  # noqa: E731
         with pytest.raises(OSError, match="disk full") as met, beside(load, within):

@@ -51,7 +51,6 @@ def test_transports_are_compared_with_their_references(tmp_path, monkeypatch):
 
 
 def test_rounds_run_every_way_in_alternating_order():
-    """Every round runs every way, and begins with another way than the round before."""
     order = []
     taken = rounds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b", "b", "a", "a", "b"]

@@ -81,7 +81,6 @@ class TestOnACheckpoint:
         return root, base
 
     def test_verify_without_base_reports_unchecked_versions(self, based, capsys):
-        """With --base, verify checks all versions; without it, versions are unchecked and not damaged."""
         root, base = based
         found = asked(capsys, "verify", root, "--base", base)
         assert [row["ok"] for row in found["versions"]] == [True] * 4

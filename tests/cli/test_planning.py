@@ -98,7 +98,6 @@ def test_the_command_refuses_numbers_that_cannot_be(capsys):
 
 
 def test_plan_command_prints_page_or_json(capsys):
-    """The plan command prints a page with reasons, or one JSON document with --json."""
     argv = ["plan", "--parameters", "30B", "--no-group", "--shared-path", "/shared"]
     assert main(argv) == 0
     page = capsys.readouterr().out

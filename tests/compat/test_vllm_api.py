@@ -44,7 +44,6 @@ def served(fake, step):
 
 @pytest.mark.parametrize("client", [Client, TRLs, FanOut])
 def test_server_follows_through_foreign_client_and_owner_pauses(client, tmp_path):
-    """A vLLM server follows through a foreign client, and only the client's owner pauses it."""
     tensors = weights(1)
     with FakeEngine("vllm") as fake:
         fake.unrehearsed = True

@@ -182,7 +182,6 @@ def test_an_answer_never_comes(port, step, trainers):
 
 @pytest.mark.parametrize("port", PORTS)
 def test_engine_paused_by_others_stays_paused_if_start_fails(port, trainers):
-    """An engine that another client paused stays paused when an update fails to start."""
     with running(port) as fake:
         heal(fake, trainers[0])
         engine = client(fake)

@@ -38,7 +38,6 @@ def changes(fake):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_update_wakes_weights_first_and_kv_cache_last(fake, trainer, level):
-    """An update wakes the weights before it changes them, and the KV cache in its last step."""
     engine = client(fake)
     steps = trainer.steps(engine, 2)
     steps.pop("connect")()

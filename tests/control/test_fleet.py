@@ -167,7 +167,6 @@ def test_membership_change_applies_to_next_update(tmp_path):
 
 
 def test_fleet_keeps_its_members_when_the_members_function_fails(tmp_path, caplog):
-    """A fleet takes its members from a function, and keeps the previous members when the function fails."""
     listed = [Scripted("a")]
 
     def source():

@@ -77,7 +77,6 @@ def test_addresses_become_base_urls_or_are_refused(address, url):
 
 
 def test_http_session_sends_body_query_and_key_without_proxy(server, monkeypatch):
-    """A session sends body, query and API keys to the server and ignores http_proxy."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     session = HTTPSession(f"127.0.0.1:{server.port}", api_key=KEYS)
     echo = {"query": {"mode": ["keep"]}, "body": {"a": [1, None]}, "authorization": "Bearer user"}

@@ -15,7 +15,6 @@ from torchrl_ext.control.fleet import Fleet
 
 
 def test_fleet_discovers_listed_engines_and_skips_absent_ones(caplog):
-    """A fleet discovers the engines that a function lists and does not wait for absent engines."""
     with FakeEngine("vllm") as first, FakeEngine("sglang") as second:
         listed = [first.url, "127.0.0.1:9"]
         fleet = tx.connect(members=lambda: listed)

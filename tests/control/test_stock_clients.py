@@ -106,7 +106,6 @@ def test_a_stock_vllm_without_a_unique_id_meets_at_the_store():
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_stock_vllm_clears_failed_or_active_update_before_next(failed):
-    """Before an update, a stock vLLM is cleared of an earlier one that failed or is still active."""
     with running("stock-vllm") as fake:
         engine = client(fake)
         if failed:

@@ -97,7 +97,6 @@ def test_worker_error_is_quoted_whole_or_answered_with_flags(words, found, fake)
 
 @pytest.mark.parametrize("route", ["POST /pause", "POST /start_weight_update", "POST /update_weights", "POST /resume"])
 def test_answer_to_another_call_raises_out_of_step_error(route, fake, trainer):
-    """An answer that belongs to another call raises an error: replies are out of step, restart."""
     fake.answers[route] = failed(f'worker 0, 1: {ANSWERS}{{"whole": true}}')
     with pytest.raises(EngineRefusedError, match=r"out of step.*Next: restart the engine"):
         trainer.update(client(fake), 8)

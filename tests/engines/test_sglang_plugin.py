@@ -169,7 +169,6 @@ def rollout(count, tokens=()):
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_tokens_of_a_launched_batch_keep_weights_and_label(worker, updates):
-    """Tokens of a batch launched before an update have the weights and the label from before."""
     scheduler, ours = Overlapping(), object.__new__(worker.SGLangWorker)
     for name in ("process_batch_result", "record_weight_version_change"):
         setattr(scheduler, name, scheduler.hooked(name))

@@ -49,7 +49,6 @@ def of_sglang(chance):
 
 @pytest.mark.parametrize(("kind", "requests"), [("vllm", of_vllm), ("sglang", of_sglang)])
 def test_damaged_requests_neither_end_nor_change_a_server(request, kind, requests):
-    """No damaged request ends a server, pauses it, or changes its weights."""
     served, chance = request.getfixturevalue(kind), random.Random(8)
     pid, label, said = served.server.pid, served.version(), served.tokens()
     # vLLM's server closes a connection after it has answered 500, so that the next request on it might be reset

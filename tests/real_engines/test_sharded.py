@@ -61,7 +61,6 @@ def marked(cell):
 
 @pytest.mark.parametrize("cell", [marked(cell) for cell in CELLS])
 def test_two_worker_engine_matches_two_rank_trainer(cell, tmp_path):
-    """An engine of two workers gives the log-probabilities of a trainer of two ranks."""
     with started(cell, tmp_path) as engine:
         cold = engine.gap(made(cell, 0))
         for seed, report in zip((1, 2), followed(cell, engine), strict=True):

@@ -48,7 +48,6 @@ def trainer(tmp_path):
 
 
 def test_torchrl_logger_gets_scalars_and_failures_by_version(trainer, tmp_path):
-    """A TorchRL logger gets every scalar by version, and the number of failures."""
     logger = CSVLogger("run", log_dir=str(tmp_path / "logs"))
     trainer.sender.log_to(logger)
     first = trainer.update()

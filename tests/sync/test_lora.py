@@ -57,7 +57,6 @@ def server(request):
 
 
 def test_adapter_version_equals_peft_files_and_newest_is_served(server, policy, tmp_path):
-    """A version holds the files that PEFT saves, and engines serve the newest version."""
     adapters = tx.LoraPublisher(tmp_path / "root", server.client)
     policy.save_pretrained(tmp_path / "saved")
     expected = load_file(tmp_path / "saved/adapter_model.safetensors")

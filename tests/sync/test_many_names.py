@@ -33,7 +33,6 @@ def updates(transport, weights, **settings):
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 def test_load_messages_do_not_list_parameters_again(transport, tmp_path, monkeypatch):
-    """The size of a load message does not grow with the parameters that the join message listed."""
     sizes, handle = {}, WeightReceiver.handle
 
     def handled(receiver, message):

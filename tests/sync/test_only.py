@@ -58,7 +58,6 @@ class TestWhichTensors:
         assert named("lm_head.weight", as_source(model)) == {"model.embed_tokens.weight"}
 
     def test_whole_model_transport_refuses_partial_update(self, tmp_path):
-        """A transport of whole models refuses `only` before it sends anything."""
         sender = tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(policy()))
         with pytest.raises(ConfigError, match="whole models only"):
             sender.update_weights(policy(), only=["a.bias"])

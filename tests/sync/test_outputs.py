@@ -323,7 +323,6 @@ class TestEmbedded:
 
 
 def test_weakest_of_several_proofs_is_reported():
-    """The weakest of several proofs is reported; an unknown proof or no proof counts as sent."""
     for at, proof in enumerate(PROOFS):
         assert least(PROOFS[at:]) == least(reversed(PROOFS[at:])) == proof
     assert least(()) == least((PROOFS[-1], "of another release")) == "sent"

@@ -66,7 +66,6 @@ def part(*tokens, reason="abort", version=1):
 
 
 def test_continuation_requests_remaining_tokens_until_deadline():
-    """A continuation requests the remaining tokens until the generation ends or the deadline passes."""
     answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
     with FakeEngine("vllm") as engine:
         engine.answers[ROUTE] = in_turn(*((200, answer) for answer in answers))

@@ -67,7 +67,6 @@ async def busy(client):
 
 
 def test_control_calls_to_a_router_reach_no_engine(routing, urls):
-    """Control calls to a router are refused, and no engine is paused."""
     client = RemoteInferenceClient(proxy_url=routing.url, server_urls=[routing.url], kind="embedded")
     for call in (
         *(tx.make_engine(kind, url=routing.url).pause for kind in ("vllm", "sglang", "embedded")),

@@ -196,7 +196,6 @@ def test_differences_keep_their_order_with_any_number_of_threads():
 
 
 def test_worker_error_reaches_the_caller_and_no_thread_stays():
-    """An error in a worker thread reaches the caller, and a closed stream leaves no thread."""
     before, good = threading.active_count(), (torch.zeros(9000), torch.ones(9000))
     with pytest.raises(ManifestError, match="'bad'"):
         list(differences([("good", *good), ("bad", torch.zeros(3), torch.zeros(4))], threads=2))

@@ -128,7 +128,6 @@ def test_bytes_taken_ahead_are_bounded_for_any_thread_count(threads, monkeypatch
 
 
 def test_search_error_reaches_caller_and_leaves_no_thread(monkeypatch):
-    """An error in a search reaches the caller, and a search that fails or stops leaves no thread."""
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 15)
     before, new = threading.active_count(), torch.ones(1 << 20)
     table, old = ParamTable.of([ParamMeta.of("w", new)]), torch.zeros(1 << 20, dtype=torch.int32)

@@ -207,7 +207,6 @@ def test_damage_found_before_a_pause_fails_commit_unwritten():
 
 
 def test_lost_write_fails_commit_and_wrong_base_fails_staging():
-    """A lost write raises an IntegrityError in the commit; a wrong base raises one while staging."""
     old = state(1)
     new = copy_of(old)
     as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1

@@ -115,7 +115,6 @@ def test_a_live_copy_that_a_layer_derives_keeps_its_values():
 
 @pytest.mark.parametrize("spread", [lambda tensor: tensor.expand(4, 3), lambda tensor: tensor.unfold(0, 2, 1)])
 def test_copy_to_several_places_is_not_an_exact_landing(spread):
-    """A copy that lands an element in several places is not an exact landing."""
     source = ParamMeta("scale", torch.float32, (3,))
     target = meta(*spread(torch.empty(3)).shape)
     placement = record(lambda pairs: [target.copy_(spread(tensor)) for _, tensor in pairs], [source], {"own": target})

@@ -170,7 +170,6 @@ def test_a_reader_during_a_publish_sees_whole_versions_alone(url, monkeypatch):
 
 
 def test_reader_takes_newest_version_if_its_keyframe_is_removed(url, monkeypatch):
-    """A reader whose keyframe is removed during the read takes the newest version."""
     trainer, reads = at(url, keyframe_every=1), []
     trainer.send_weights(value(1))
     ranges = RemoteStore.ranges

@@ -46,7 +46,6 @@ def test_the_signature_is_that_of_torchrl():
 
 @pytest.mark.parametrize("bucket_bytes", [0, BUCKET, 1 << 20])
 def test_three_workers_receive_every_bit_and_keep_each_version(bucket_bytes):
-    """Every worker receives every bit, and no later version overwrites weights that a worker keeps."""
     kept, before = [], dict(os.environ)
     with group(4, bucket_bytes=bucket_bytes) as (trainer, *workers):
         for seed in range(4):

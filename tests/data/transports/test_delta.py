@@ -153,7 +153,6 @@ class TestBase:
         assert not list(root.rglob("model.safetensors"))
 
     def test_engine_with_other_weights_refuses_a_delta_by_name(self, root, own, base):
-        """An engine with other weights than the base refuses, names the tensor and keeps its weights."""
         served = copied(own)
         served["b.weight"][7] = 1.5
         before = copied(served)

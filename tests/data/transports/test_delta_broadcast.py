@@ -92,7 +92,6 @@ def test_restarted_worker_gets_the_next_version_in_full():
 
 
 def test_parameter_called_files_is_refused_before_any_send():
-    """A parameter called '/files', the name the files travel under, is refused before any send."""
     with group(2, member) as (trainer, worker):
         with pytest.raises(ManifestError, match="called '/files'"):
             trainer.send_weights("policy", {"/files": torch.zeros(3)})

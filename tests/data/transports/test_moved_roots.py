@@ -56,7 +56,6 @@ WAYS = [emptied, made_again, flipped, flipped_to_another_run]
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 class TestOneTrainer:
     def test_readers_of_moved_root_get_next_version_number(self, link, way, count, transport):
-        """After the root moved, readers get the next versions, and no version number is used twice."""
         trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
         own = weights()
         for _ in range(count):

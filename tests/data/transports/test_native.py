@@ -161,7 +161,6 @@ def test_missing_rank_ends_rendezvous_at_trainer_deadline(workers):
 
 
 def test_stopped_worker_ends_update_at_deadline_or_abort(workers):
-    """A stopped worker ends the update with an error at the deadline, or earlier by an abort."""
     two = workers[:2]
     trainer = NativeTransport(timeout_s=SHORT_S, bucket_bytes=1 << 16)
     for abort in (False, True):

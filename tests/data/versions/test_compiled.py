@@ -81,8 +81,6 @@ def test_compiler_versions_share_a_cache_folder(tmp_path):
 
 
 def test_loops_compile_in_first_update_without_temporary_folder(monkeypatch, tmp_path):
-    """Where no temporary folder can be made, the first update compiles the loops."""
-
     def full(prefix):
         raise OSError("no room")
 

@@ -105,7 +105,6 @@ def test_staging_decodes_each_written_tensor_once(chain, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_delta_decodes_each_range_once_for_any_tensor_order(kind, monkeypatch):
-    """A delta route takes tensors in any order and decodes each range once."""
     one, decoded, decode = published_delta(kind), [], OpenDelta.decode
     monkeypatch.setattr(
         OpenDelta, "decode", lambda delta, within, old: decoded.append(within) or decode(delta, within, old)

@@ -33,7 +33,6 @@ def test_plain_and_expert_tensors_are_views_of_live_memory():
 
 
 def test_group_of_copied_tensors_is_made_once_at_the_first_take(monkeypatch):
-    """Tensors that are copied as a group are made when the first is taken, once, and only in order."""
     made = []
 
     def revert(model, tensors):

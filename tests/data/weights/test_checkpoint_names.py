@@ -206,7 +206,6 @@ def test_what_does_not_cover_the_model_is_refused_by_name():
 
 
 def test_meta_policy_gets_storage_and_ties_from_checkpoint():
-    """A policy on the meta device gets its storage from a checkpoint, with tied tensors as one."""
     for kind in ("mixtral", "hrm_text", "qwen2_5_vl"):
         sent = converted_model(kind, 1, tie_word_embeddings=True)
         held = converted_model(kind, 2, tie_word_embeddings=True).to("meta")

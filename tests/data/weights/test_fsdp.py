@@ -87,8 +87,6 @@ def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
 
 @on_ranks(2)
 def test_partial_update_gathers_only_its_parameters(rank, world, folder):
-    """A partial update gathers only its parameters; the update after a failed one gathers all."""
-
     class Failing(tx.MemoryTransport):
         failing = False
 

@@ -26,7 +26,6 @@ def checkpoint(tmp_path_factory):
 
 
 def test_server_computes_in_the_given_dtype_and_ends(checkpoint):
-    """A server computes in the given dtype and ends with its block."""
     with EmbeddedServer(checkpoint, dtype="bfloat16", threads=1) as server:
         process = psutil.Process(server.pid)
         assert server.alive() and httpx.get(f"{server.url}/health").status_code == 200

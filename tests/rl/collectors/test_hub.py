@@ -124,8 +124,6 @@ class TestDeadlines:
         hub.close()
 
     def test_worker_survives_trainer_that_does_not_read_answer(self, ends):
-        """A worker's answer ends when the trainer does not read it, and the worker lives on."""
-
         class Talkative(WeightReceiver):
             def rehearse(self, question):
                 return LARGE
