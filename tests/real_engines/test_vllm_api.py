@@ -40,7 +40,9 @@ def trainer(folder, url, transport, settings, seeds, *, world=2, dies=False):
     with ExitStack() as ends:
         ranks = []
         for rank in range(world):
-            child = ends.enter_context(peer("engine/vllm_api_trainer.py", folder, json.dumps({"rank": rank, **told})))
+            child = ends.enter_context(
+                peer("real_engines/vllm_api_trainer.py", folder, json.dumps({"rank": rank, **told}))
+            )
             ends.callback(child.kill)
             ranks.append(child)
         yield ranks
