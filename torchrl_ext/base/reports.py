@@ -14,21 +14,7 @@ from typing import Any, NamedTuple, final
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Info
 
-__all__ = [
-    "PROOFS",
-    "EngineRow",
-    "Log",
-    "Logs",
-    "Phase",
-    "Spans",
-    "SyncReport",
-    "least",
-    "nested",
-    "plot",
-    "plot_history",
-    "scalars",
-    "table",
-]
+__all__ = ["PROOFS", "EngineRow", "Log", "Logs", "Phase", "Spans", "SyncReport", "least", "nested"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -91,62 +77,6 @@ def nested(timeline: Sequence[Phase]) -> list[tuple[Phase, tuple[int, ...]]]:
     return found
 
 
-def scalars(report: SyncReport) -> dict[str, float]:
-    """Return the numbers of a report, by the keys that `SyncReport.scalars` lists."""
-    known: dict[str, float] = {"version": report.version}
-    known["engines"] = len(report.engines)
-    served = [row for row in report.engines if (row.state, row.version) == ("serving", report.version)]
-    known["engines_serving"] = len(served)
-    if report.error is None:
-        known |= {"bytes": report.bytes, "model_bytes": report.model_bytes, "tensors": report.tensors}
-        known |= {"density": report.density, "verified": report.verified}
-    if report.engines:
-        known["pause_s"] = max(row.pause_s for row in report.engines)
-    gaps = [row.max_gap for row in report.engines if row.max_gap is not None]
-    if gaps:
-        known["max_gap"] = max(gaps)
-    known |= {f"phase/{name}_s" if name != "total" else "total_s": took for name, took in report.spans.items()}
-    return {f"sync/{name}": float(value) for name, value in known.items()}
-
-
-def table(report: SyncReport) -> str:
-    """Return a report as lines of plain text: bytes, proof, phases, and a row per engine; nothing is cut."""
-    served = sum((row.state, row.version) == ("serving", report.version) for row in report.engines)
-    head = f"version {report.version} by {report.transport}"
-    if report.error is not None:
-        head += f" failed: {report.error}"
-    elif report.engines:
-        head += f": served by {served} of {len(report.engines)} engine(s), proof: {report.proof}"
-    facts: Rows = [("bytes", f"{report.bytes:,} of {report.model_bytes:,}, {report.tensors} tensor(s)")]
-    if report.density != 1.0:
-        facts.append(("changed", f"{report.density:.4%} of all elements"))
-    if report.encoding:
-        facts.append(("encoding", report.encoding))
-    if report.part:
-        facts.append(("part", "only some tensors were sent"))
-    timed = nested(report.timeline)
-    rows: Rows = [("phase", "starts at", "seconds")]
-    rows += [(f"{'  ' * len(a)}{p.name}", f"{p.start_s:.3f}", f"{p.end_s - p.start_s:.3f}") for p, a in timed]
-    untimed = [name for name in report.spans if name not in {phase.name for phase, _ in timed}]
-    rows += [(name, "", f"{report.spans[name]:.3f}") for name in untimed]
-    lines = [head, *_aligned(facts if report.error is None else [], "<<")]
-    lines += ["", *_aligned(rows, "<>>")] if len(rows) > 1 else []
-    if report.engines:
-        rows = [("engine", "kind", "state", "version", "pause", "proof", "gap")]
-        for row in report.engines:
-            gap = "" if row.max_gap is None else f"{row.max_gap:.2g}"
-            version = "" if row.version is None else str(row.version)
-            cells = row.engine, row.kind, row.state, version, f"{1e3 * row.pause_s:.0f} ms", row.proof, gap
-            rows.append(cells)
-        if not any(row[-1] for row in rows[1:]):
-            rows = [row[:-1] for row in rows]
-        shown = iter(_aligned(rows, "<<<>><>"))
-        lines += ["", next(shown)]
-        for row, line in zip(report.engines, shown, strict=True):
-            lines += [line] if row.error is None else [line, f"    {row.error}"]
-    return "\n".join(lines)
-
-
 def _aligned(rows: Rows, how: str) -> list[str]:
     """Return rows of cells as lines, with columns aligned as ``how`` says, by one of "<" and ">" for each."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -154,39 +84,6 @@ def _aligned(rows: Rows, how: str) -> list[str]:
         "  ".join(f"{cell:{at}{width}}" for cell, at, width in zip(row, how, widths, strict=False)) for row in rows
     )
     return [line.rstrip() for line in lines]
-
-
-def plot(report: SyncReport, ax: Any = None) -> Any:
-    """Draw a report's phases in time; see `SyncReport.plot`."""
-    ax = _axes(1)[0] if ax is None else ax
-    phases = [phase for phase, _ in nested(report.timeline)]
-    names = list(dict.fromkeys(phase.name for phase in phases))
-    for at, name in enumerate(names):
-        bars = [(phase.start_s, phase.end_s - phase.start_s) for phase in phases if phase.name == name]
-        ax.broken_barh(bars, (at - 0.4, 0.8), facecolors="tab:red" if name == "pause" else "tab:blue")
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
-    ax.set_xlim(0.0, report.spans.get("total"))
-    ax.set_xlabel("seconds since the update began")
-    ax.set_title(f"version {report.version} by {report.transport}")
-    return ax
-
-
-def plot_history(reports: Sequence[SyncReport], axes: Any = None) -> Any:
-    """Draw bytes and pauses over versions; see `SyncReport.plot_history`."""
-    above, below = axes = _axes(2) if axes is None else axes
-    good = [report for report in reports if report.error is None]
-    versions = [report.version for report in good]
-    above.plot(versions, [report.bytes for report in good], marker="o")
-    above.set(ylabel="bytes sent", yscale="log")
-    pauses = [1e3 * max((row.pause_s for row in report.engines), default=0.0) for report in good]
-    below.plot(versions, pauses, marker="o", color="tab:red")
-    below.set(ylabel="longest pause (ms)", xlabel="version", ylim=(0.0, None))
-    for report in reports:
-        if report.error is not None:
-            for one in axes:
-                one.axvline(report.version, color="tab:gray", linestyle=":")
-    return axes
 
 
 def _axes(count: int) -> Any:
@@ -323,11 +220,57 @@ class SyncReport:
         ``sync/max_gap``             the largest `EngineRow.max_gap`, in nats; with ``verify="outputs"`` only
         ===========================  ====================================================================
         """
-        return scalars(self)
+        known: dict[str, float] = {"version": self.version}
+        known["engines"] = len(self.engines)
+        served = [row for row in self.engines if (row.state, row.version) == ("serving", self.version)]
+        known["engines_serving"] = len(served)
+        if self.error is None:
+            known |= {"bytes": self.bytes, "model_bytes": self.model_bytes, "tensors": self.tensors}
+            known |= {"density": self.density, "verified": self.verified}
+        if self.engines:
+            known["pause_s"] = max(row.pause_s for row in self.engines)
+        gaps = [row.max_gap for row in self.engines if row.max_gap is not None]
+        if gaps:
+            known["max_gap"] = max(gaps)
+        known |= {f"phase/{name}_s" if name != "total" else "total_s": took for name, took in self.spans.items()}
+        return {f"sync/{name}": float(value) for name, value in known.items()}
 
     def table(self) -> str:
         """Return the report as plain text: bytes, proof, a line per phase, and a line per engine with its address."""
-        return table(self)
+        served = sum((row.state, row.version) == ("serving", self.version) for row in self.engines)
+        head = f"version {self.version} by {self.transport}"
+        if self.error is not None:
+            head += f" failed: {self.error}"
+        elif self.engines:
+            head += f": served by {served} of {len(self.engines)} engine(s), proof: {self.proof}"
+        facts: Rows = [("bytes", f"{self.bytes:,} of {self.model_bytes:,}, {self.tensors} tensor(s)")]
+        if self.density != 1.0:
+            facts.append(("changed", f"{self.density:.4%} of all elements"))
+        if self.encoding:
+            facts.append(("encoding", self.encoding))
+        if self.part:
+            facts.append(("part", "only some tensors were sent"))
+        timed = nested(self.timeline)
+        rows: Rows = [("phase", "starts at", "seconds")]
+        rows += [(f"{'  ' * len(a)}{p.name}", f"{p.start_s:.3f}", f"{p.end_s - p.start_s:.3f}") for p, a in timed]
+        untimed = [name for name in self.spans if name not in {phase.name for phase, _ in timed}]
+        rows += [(name, "", f"{self.spans[name]:.3f}") for name in untimed]
+        lines = [head, *_aligned(facts if self.error is None else [], "<<")]
+        lines += ["", *_aligned(rows, "<>>")] if len(rows) > 1 else []
+        if self.engines:
+            rows = [("engine", "kind", "state", "version", "pause", "proof", "gap")]
+            for row in self.engines:
+                gap = "" if row.max_gap is None else f"{row.max_gap:.2g}"
+                version = "" if row.version is None else str(row.version)
+                cells = row.engine, row.kind, row.state, version, f"{1e3 * row.pause_s:.0f} ms", row.proof, gap
+                rows.append(cells)
+            if not any(row[-1] for row in rows[1:]):
+                rows = [row[:-1] for row in rows]
+            shown = iter(_aligned(rows, "<<<>><>"))
+            lines += ["", next(shown)]
+            for row, line in zip(self.engines, shown, strict=True):
+                lines += [line] if row.error is None else [line, f"    {row.error}"]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
@@ -349,7 +292,18 @@ class SyncReport:
         Raises:
             ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
         """
-        return plot(self, ax)
+        ax = _axes(1)[0] if ax is None else ax
+        phases = [phase for phase, _ in nested(self.timeline)]
+        names = list(dict.fromkeys(phase.name for phase in phases))
+        for at, name in enumerate(names):
+            bars = [(phase.start_s, phase.end_s - phase.start_s) for phase in phases if phase.name == name]
+            ax.broken_barh(bars, (at - 0.4, 0.8), facecolors="tab:red" if name == "pause" else "tab:blue")
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_xlim(0.0, self.spans.get("total"))
+        ax.set_xlabel("seconds since the update began")
+        ax.set_title(f"version {self.version} by {self.transport}")
+        return ax
 
     @staticmethod
     def plot_history(history: Sequence[SyncReport], axes: Any = None) -> Any:
@@ -365,7 +319,19 @@ class SyncReport:
         Raises:
             ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
         """
-        return plot_history(history, axes)
+        above, below = axes = _axes(2) if axes is None else axes
+        good = [report for report in history if report.error is None]
+        versions = [report.version for report in good]
+        above.plot(versions, [report.bytes for report in good], marker="o")
+        above.set(ylabel="bytes sent", yscale="log")
+        pauses = [1e3 * max((row.pause_s for row in report.engines), default=0.0) for report in good]
+        below.plot(versions, pauses, marker="o", color="tab:red")
+        below.set(ylabel="longest pause (ms)", xlabel="version", ylim=(0.0, None))
+        for report in history:
+            if report.error is not None:
+                for one in axes:
+                    one.axvline(report.version, color="tab:gray", linestyle=":")
+        return axes
 
     def to_json(self) -> Info:
         """Return all fields as a JSON-safe dict; an infinite gap becomes ``"inf"``, because JSON has no infinity."""

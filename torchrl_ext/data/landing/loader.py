@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl_ext.base.errors import ConfigError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.patcher import Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest, tensor_digest
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
@@ -28,9 +29,6 @@ from torchrl_ext.data.weights.source import (
     named_tensors,
     same_memory,
 )
-
-if TYPE_CHECKING:
-    from torchrl_ext.data.landing.patcher import Patcher
 
 __all__ = ["Patchable", "Rehearsable", "Sliceable", "TensorsLoader", "WeightLoader", "as_loader"]
 
@@ -295,8 +293,6 @@ class TensorsLoader(WeightLoader, Patchable):
         return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Changes) -> None:
-        from torchrl_ext.data.landing.patcher import compare
-
         refuse_digests(self.shared, changes.digests)
         found = self._patches().stage(changes)
         copied = self._copied & changes.digests.keys()
@@ -328,8 +324,6 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def _patches(self) -> Patcher:
         """Return a patcher of the parameters, looked up anew since training code may have replaced them."""
-        from torchrl_ext.data.landing.patcher import Patcher, identity
-
         spelled, sent = self._spelled(), self._sent
         self._live = _addresses(self._own())
         if self._patcher is not None and self._spelling is spelled:
