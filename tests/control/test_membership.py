@@ -11,6 +11,7 @@ from tests.control.test_fleet import Scripted
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineError
+from torchrl_ext.control.discovery import as_engine
 from torchrl_ext.control.fleet import Fleet
 
 
@@ -55,3 +56,16 @@ def test_another_client_of_an_address_is_another_engine():
     fleet.add(again)
     assert fleet.members() == ("b", "a") and [row.error for row in fleet.rows()] == [None, None]
     assert fleet.engines[1] is again
+
+
+def test_fleet_of_clients_alone_refuses_addresses():
+    """A fleet without `make` refuses an address and adds nothing of the call; `as_engine` makes fleets with it."""
+    fleet = Fleet([Scripted("a")])
+    with pytest.raises(ConfigError, match=r"cannot make a client for 'b:1'.*torchrl_ext.connect"):
+        fleet.add(Scripted("c"), "b:1")
+    assert fleet.members() == ("a",)
+    with FakeEngine("vllm") as fake:
+        listed = as_engine([Scripted("a"), Scripted("b")])
+        listed.add(fake.url)
+        listed.reconcile(WAIT_S)
+        assert listed.members() == ("a", "b", fake.url)

@@ -106,9 +106,10 @@ class Fleet(EngineClient):
                 function decides who takes part.
         """
         self._refuse_change()
-        for one in _flat(engines):
-            if isinstance(one, str) and self._make is _refused:
+        for one in engines if self._make is _refused else ():
+            if isinstance(one, str):
                 _refused(one)
+        for one in _flat(engines):
             self._wanted.setdefault(_name(one), one)
 
     def remove(self, *engines: EngineClient | str) -> None:
