@@ -155,9 +155,11 @@ def test_a_new_writer_sweeps_only_temporaries(store):
 @contextmanager
 def descriptors(free):
     """Leave the process so many file descriptors in the block: renaming takes none, removing a directory takes one."""
-    limits, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(free + 1)]  # numbers in between may be taken
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened), limits[1]))
     try:
         yield
     finally:
@@ -174,7 +176,7 @@ def test_undeleted_folder_is_removed_before_the_next_version(store):
     assert not store.own() and names(store) == []
 
 
-@pytest.mark.parametrize(("free", "said"), [(0, "could not be removed yet"), (9, "the temporary files were removed")])
+@pytest.mark.parametrize(("free", "said"), [(0, "could not be removed yet"), (99, "the temporary files were removed")])
 def test_an_error_calls_temporaries_removed_only_where_they_were(store, free, said):
     with pytest.raises(StoreError) as failed, descriptors(free), store.draft("folder"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
