@@ -9,7 +9,6 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.data.sharded.sharded_engine import Together as Agreeing
-from tests.lagging import DEVICE, Lagging
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.base.deadline import Deadline
@@ -99,11 +98,11 @@ def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
     assert handle(Poll()) == [{}, {}]  # as long as nothing else is begun
 
 
-def test_a_background_step_is_in_order_with_the_engines_stream(lagging):
+def test_a_background_step_is_in_order_with_the_engines_stream(lag):
     found = {}
-    with Lagging():
-        held = torch.zeros(4).to(DEVICE)
-        end = EngineWorker(TensorsLoader({"x": held}), rank=0, workers=1, agree=lambda text: [text], mode=Lagging)
+    with torch.Stream(lag):
+        held = torch.zeros(4).to(lag)
+        end = EngineWorker(TensorsLoader({"x": held}), rank=0, workers=1, agree=lambda text: [text])
         end.receiver.prefetch = lambda told: found.update(staged=held * 2)
         held.add_(1)  # which the engine's stream has still to do
         end.handle(Prefetch(version=1))

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lagging import DEVICE, Lagging
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import streams
@@ -180,23 +179,17 @@ def land(patches, bits):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_tensors_still_computed_on_the_callers_stream(threads, lagging, monkeypatch):
+def test_tensors_still_computed_on_the_callers_stream(threads, lag, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_UNITS", 64)
     old = {f"w{n}": torch.arange(float(size)) for n, size in enumerate((5, 3, 200, 70))}
     table = ParamTable.of([ParamMeta.of(name, tensor) for name, tensor in old.items()])
 
-    copies, done = flat(table, old), streams._done
-
-    def apart(*of):
-        with Lagging():
-            return done(*of)
-
-    monkeypatch.setattr(streams, "_done", apart)
-    with Lagging():
+    copies = flat(table, old)
+    with torch.Stream(lag):
 
         def computed():
             for stream, segment, tensor in placed(table, old):
-                yield stream, segment, tensor.to(DEVICE) * 3 + 1  # queued now, as by an optimizer or a gather
+                yield stream, segment, tensor.to(lag) * 3 + 1  # queued now, as by an optimizer or a gather
 
         found = [
             one for many in find(table, copies, computed(), changes_in, threads=threads, follow=True) for one in many

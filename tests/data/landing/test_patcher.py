@@ -6,7 +6,6 @@ import torch
 
 from tests.data.deltas.data import random_bits, steps_of
 from tests.data.landing.changes import Listed
-from tests.lagging import DEVICE, Lagging
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
@@ -275,17 +274,16 @@ def test_a_view_that_repeats_elements_is_no_piece():
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0], ids=["in lists", "as copies"])
-def test_what_another_stream_staged_is_written_as_meant(density, lagging):
+def test_what_another_stream_staged_is_written_as_meant(density, lag):
     generator, old = torch.Generator().manual_seed(2), state(1)
     new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
-    change, engine = step(old, new), Lagging()
-    with engine:
-        live = {name: tensor.to(DEVICE) for name, tensor in old.items()}
+    change = step(old, new)
+    with torch.Stream(lag):
+        live = {name: tensor.to(lag) for name, tensor in old.items()}
         patcher = Patcher(identity(live))
 
         def stage():
-            with Lagging():
-                compare(patcher.stage(change), change.digests)
+            compare(patcher.stage(change), change.digests)
 
         in_thread(stage, "stage").result(WAIT_S)
         patcher.commit()

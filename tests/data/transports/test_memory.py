@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.lagging import DEVICE, Lagging
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.transports.base import Arrival, Worker
@@ -48,19 +47,19 @@ def test_an_engine_keeps_no_copy_in_the_channel():
         held_by(transport)
 
 
-def test_copies_are_computed_before_another_stream_reads_them(lagging):
+def test_copies_are_computed_before_another_stream_reads_them(lag):
     trainer, worker = tx.MemoryTransport("streams"), tx.MemoryTransport("streams")
-    with Lagging():
-        trainer.send_weights({"x": torch.arange(5).to(DEVICE) + 1})
-    with Lagging():
-        held = {"x": torch.zeros(5, dtype=torch.int64).to(DEVICE)}
+    with torch.Stream(lag):
+        trainer.send_weights({"x": torch.arange(5).to(lag) + 1})
+    with torch.Stream(lag):
+        held = {"x": torch.zeros(5, dtype=torch.int64).to(lag)}
         worker.receive_weights(WAIT_S, weights=held)
         assert held["x"].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_an_engine_of_this_process_computes_with_what_was_loaded(lagging):
-    with Lagging():  # its thread loads on another stream
-        held = {"x": torch.zeros(5, dtype=torch.int64).to(DEVICE)}
+def test_an_engine_of_this_process_computes_with_what_was_loaded(lag):
+    with torch.Stream(lag):  # its thread loads on another stream
+        held = {"x": torch.zeros(5, dtype=torch.int64).to(lag)}
         sender = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=held))
-        assert sender.update_weights({"x": torch.arange(5).to(DEVICE) + 1}).proof == "in place"
+        assert sender.update_weights({"x": torch.arange(5).to(lag) + 1}).proof == "in place"
         assert held["x"].tolist() == [1, 2, 3, 4, 5]

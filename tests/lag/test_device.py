@@ -1,0 +1,132 @@
+"""The lagging device does what the tests on it rely on."""
+
+import signal
+
+import pytest
+import torch
+
+from tests.lag import device
+from tests.processes import finished
+
+POISON = 0xA5
+PREPARED = """
+import faulthandler; faulthandler.disable()
+import torch
+from tests.lag import device
+with device.here() as lag:
+    held = torch.arange(8, device=lag)
+"""
+
+
+def poisoned(tensor):
+    return bool((tensor.cpu().view(torch.uint8) == POISON).all())
+
+
+def test_what_another_stream_makes_is_poison_without_a_wait(lag):
+    side = torch.Stream(lag)
+    with side:
+        made = torch.arange(4).to(lag) + 1
+    assert poisoned(made)
+    torch.accelerator.current_stream(lag).wait_stream(side)
+    assert made.tolist() == [1, 2, 3, 4]
+
+
+def test_an_event_orders_two_streams(lag):
+    side = torch.Stream(lag)
+    with side:
+        made = torch.arange(4).to(lag) + 1
+        event = side.record_event()
+        made += 1
+    torch.accelerator.current_stream(lag).wait_event(event)
+    assert made.tolist() == [1, 2, 3, 4]
+    event = side.record_event()
+    assert [event.query() for _ in range(4)] == [False, False, False, True]  # whoever polls comes to an end
+    assert made.tolist() == [2, 3, 4, 5]
+
+
+def test_memory_is_poison_when_freed_and_used_again(lag):
+    first, side = torch.ones(4, device=lag), torch.Stream(lag)
+    torch.accelerator.synchronize(lag)
+    with side:
+        copy = torch.empty(4, device=lag).copy_(first)
+    where = first.data_ptr()
+    del first
+    again = torch.empty(4, device=lag)
+    assert again.data_ptr() == where and poisoned(again)
+    side.synchronize()
+    assert poisoned(copy)  # of `first`, which nobody recorded on `side`
+
+
+def test_memory_recorded_on_another_stream_is_kept_for_it(lag):
+    first, side = torch.ones(4, device=lag), torch.Stream(lag)
+    torch.accelerator.synchronize(lag)
+    with side:
+        copy = torch.empty(4, device=lag).copy_(first)
+    first.record_stream(side)
+    del first
+    torch.empty(4, device=lag).tolist()
+    side.synchronize()
+    assert copy.tolist() == [1.0] * 4
+
+
+def test_copies_to_pinned_memory_alone_are_late(lag):
+    there, plain, pinned = torch.ones(4, device=lag), torch.zeros(4), torch.zeros(4, pin_memory=True)
+    assert pinned.is_pinned() and not plain.is_pinned()
+    with device.waits() as waited:
+        pinned.copy_(there, non_blocking=True)
+    assert pinned.tolist() == [0.0] * 4 and not any(waited.values())
+    with device.waits() as waited:
+        plain.copy_(there, non_blocking=True)
+    assert plain.tolist() == pinned.tolist() == [1.0] * 4
+    assert waited == {"blocking copies": 1, "items": 0, "synchronisations": 0}
+
+
+def test_pinned_memory_counts_as_torch_rounds_it(lag):
+    before = device.counts()["pinned bytes"]
+    held = torch.empty(5 << 10, dtype=torch.uint8, pin_memory=True)
+    assert device.counts()["pinned bytes"] - before == 8 << 10
+    del held
+    assert device.counts()["pinned bytes"] == before
+
+
+@pytest.mark.parametrize("other", ["lag:1", "cpu"])
+def test_tensors_of_two_devices_do_not_meet(lag, other):
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(4, device=lag) + torch.ones(4, device=other)
+
+
+def test_items_are_counted(lag):
+    with device.waits() as waited:
+        assert torch.ones(4, device=lag).sum().item() == 4
+    assert waited["items"] == 1
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        "import ctypes; ctypes.string_at(held.data_ptr(), 8)",
+        "with device.sleeping(held): held.tolist()",
+        "with device.sleeping(held): held.add_(1); torch.accelerator.synchronize()",
+    ],
+    ids=["by the host", "read unmapped", "written unmapped"],
+)
+def test_a_touch_of_memory_without_access_ends_the_process(lag, touch):
+    assert finished(f"{PREPARED}    {touch}").returncode == -signal.SIGSEGV
+
+
+def test_memory_is_as_it_was_after_sleep_or_poison(lag):
+    held = torch.arange(4, device=lag)
+    with device.sleeping(held):
+        pass
+    assert held.tolist() == [0, 1, 2, 3]
+    with device.sleeping(held, kept=False):
+        pass
+    assert poisoned(held)
+
+
+def test_nobody_takes_the_device_for_an_accelerator_outside():
+    device.load()
+    assert not torch.accelerator.is_available()
+    with device.here():
+        assert torch.accelerator.device_count() == 2
+    assert not torch.accelerator.is_available()
