@@ -11,7 +11,7 @@ from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 ABSENT = f"cuda:{torch.cuda.device_count()}"
 
 
-SEES = rf"{ABSENT}.*this process sees \d+ CUDA devices"
+SEES = rf"{ABSENT}.*this process sees \d+ devices of type 'cuda'"
 
 
 @pytest.mark.parametrize(("device", "words"), [(ABSENT, SEES), ("abacus", "'abacus' is not a device")])

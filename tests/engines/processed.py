@@ -168,7 +168,7 @@ class ProcessedModel:
         False,
         None,
     )
-    by_layer, kept, lacks = True, (), frozenset()
+    by_layer, kept, lacks, asleep = True, (), frozenset(), False
 
     def __init__(self, module, checkpoint="/nowhere", *, knows=(), careless=False, opaque=False, dummy=None):
         self.module, self.checkpoint, self.dummy = module, str(checkpoint), dummy

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
@@ -180,15 +179,16 @@ def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender)
 )
 def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, monkeypatch, launcher, flags):
     """If sleep mode is wanted, servers on a GPU start with the flags that let them give memory back."""
-    noting, seen = tmp_path / "python", tmp_path / "arguments"
-    noting.write_text(f'#!/bin/sh\necho "$@" > {seen}\nexit 1\n')
+    noting, arguments = tmp_path / "python", tmp_path / "arguments"
+    noting.write_text(f'#!/bin/sh\necho "$@" > {arguments}\nexit 1\n')
     noting.chmod(0o700)
     for on_gpu, wanted, expected in ((True, True, True), (True, False, False), (False, True, False)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        seen = "cuda" if on_gpu else ""
+        monkeypatch.setattr("torchrl_ext.control.serving.server.accelerator", lambda seen=seen: seen)
         monkeypatch.setattr(sys, "executable", str(noting))
         with pytest.raises(EngineError):
             launcher(tmp_path, python=noting, sleep_mode=wanted)
-        assert (flags in seen.read_text()) == expected
+        assert (flags in arguments.read_text()) == expected
         monkeypatch.undo()
 
 

@@ -333,7 +333,7 @@ def test_sglangs_own_ways_to_load_are_seen_by_whatever_name(tmp_path):
     files = {
         **HALF,
         UPDATER: updater,
-        MANAGER: f"{HALF[MANAGER]}\n def update_weights_from_disk(self): 1",
+        MANAGER: f"{HALF[MANAGER]}\n def update_weights_from_disk(self): 1\n def release_memory_occupation(self): 1",
         SCHEDULER: "class Scheduler:\n def continue_generation(self): 1",
     }
     told = python(code, tmp_path / "site", "sglang", json.dumps(files))

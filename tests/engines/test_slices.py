@@ -123,7 +123,7 @@ class Sharded:
     """
 
     group, alone, shared, dtype, tied, rejection, dummy = None, False, True, torch.float32, False, None, None
-    kept, repairs = (), {}
+    kept, repairs, asleep = (), {}, False
 
     def __init__(self, module, checkpoint, *, anew=False, derives=False):
         save_file(weights(0), checkpoint / "model.safetensors")
@@ -204,6 +204,7 @@ def loader_of(module, folder, by_slices=True, **how):
     found = EngineLoader(Sharded(module, folder, **how))
     found.by_slices(by_slices)
     found.check(as_source(weights(0)).params())
+    found.compare_start()
     return found
 
 

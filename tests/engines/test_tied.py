@@ -34,7 +34,7 @@ class TiedModel(nn.Module):
             over the embedding, and otherwise passed over.
     """
 
-    dtype, dummy, rejection, tied = torch.float32, None, None, True
+    dtype, dummy, rejection, tied, asleep = torch.float32, None, None, True, False
     group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
 
     def __init__(self, folder, form):
@@ -105,6 +105,7 @@ def test_a_head_that_lands_nowhere_has_to_equal_its_embedding(model, transport, 
 def test_a_worker_never_holds_a_head_that_was_only_handed_over(model):
     loader = EngineLoader(model)
     loader.check(ParamMeta.of(*pair) for pair in weights().items())
+    loader.compare_start()
     loader.start()
     with pytest.raises(ManifestError, match="one memory"):
         loader.load(weights(head=1).items())
@@ -119,6 +120,7 @@ def test_a_worker_never_holds_a_head_that_was_only_handed_over(model):
 def test_changes_that_untie_head_and_embedding_are_not_staged(model):
     loader, parted = EngineLoader(model), weights(head=1)
     loader.check(ParamMeta.of(*pair) for pair in weights().items())
+    loader.compare_start()
     before = model.words.weight.clone()
     with pytest.raises(ManifestError, match="one memory"):
         loader.stage(Listed(digests={name: position_digest(tensor).hex() for name, tensor in parted.items()}))
@@ -128,6 +130,7 @@ def test_changes_that_untie_head_and_embedding_are_not_staged(model):
 def test_a_part_without_the_embedding_of_its_head_is_refused(model):
     loader = EngineLoader(model)
     loader.check(ParamMeta.of(*pair) for pair in weights().items())
+    loader.compare_start()
     with pytest.raises(ManifestError, match=r"lacks 'words\.weight'"):
         loader.part(frozenset({"lm_head.weight"}))
     loader.part(frozenset(weights()))

@@ -1,21 +1,99 @@
-"""Devices: whether one that a setting names can be used, order between threads, and giving back cached memory.
+"""Devices of any vendor, by `torch.accelerator`: which there are, order between threads, and memory of theirs.
 
-Each thread has a current stream of its own on an accelerator, and streams are not ordered: what one thread queued is
-read by another one only after an event (`recorded`, `wait_for`), or after the first has waited (`settle`).
+Each thread has a current device, and on it a current stream of its own, and streams are not ordered: what one thread
+queued is read by another one only after an event (`recorded`, `wait_for`), or after the first has waited (`settle`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrl_ext.base.errors import ConfigError
 
-__all__ = ["Recorded", "free_cached", "known_device", "recorded", "settle", "usable_device", "wait_for"]
+__all__ = [
+    "Recorded",
+    "accelerator",
+    "backend_of",
+    "current",
+    "current_device",
+    "free_cached",
+    "known_device",
+    "recorded",
+    "settle",
+    "usable_device",
+    "uuids",
+    "visible_devices",
+    "wait_for",
+]
 
 Recorded = list[tuple[torch.device, torch.Event]]
 """A point in what a thread queued on some devices."""
+
+
+class _Vendor(NamedTuple):
+    """What torch's accelerator module does not say of a type of device.
+
+    Attributes:
+        backend: of torch's process groups, which moves its memory.
+        variable: of the environment: the devices that a process sees.
+    """
+
+    backend: str
+    variable: str
+
+
+_VENDORS = {
+    "cuda": _Vendor("nccl", "CUDA_VISIBLE_DEVICES"),  # ROCm's, too
+    "xpu": _Vendor("xccl", "ZE_AFFINITY_MASK"),
+    "npu": _Vendor("hccl", "ASCEND_RT_VISIBLE_DEVICES"),
+}
+
+
+def accelerator() -> str:
+    """Return the type of this process's accelerator; "" where it sees none. Makes no context on one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if found is None else found.type
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend of process groups for a device: nccl, xccl, hccl, or gloo, over copies on the host."""
+    return _VENDORS[device.type].backend if device.type in _VENDORS else "gloo"
+
+
+def current_device() -> torch.device:
+    """Return the device that this thread uses by default, with its index; the CPU where there is no accelerator."""
+    return torch.accelerator.current_stream().device if accelerator() else torch.device("cpu")
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager in which this thread uses ``device`` by default."""
+    if device.type in ("cpu", "meta"):
+        return nullcontext()
+    made: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return made
+
+
+def uuids() -> list[str]:
+    """Return what names the accelerators of this process in others, whatever these see, by index."""
+    module = torch.get_device_module(current_device())
+    return [f"GPU-{module.get_device_properties(index).uuid}" for index in range(module.device_count())]
+
+
+def visible_devices() -> tuple[str, list[str]]:
+    """Return the variable that says which accelerators a process sees, and the names in it of those of this one."""
+    count, variable = (torch.accelerator.device_count(), _variable(accelerator())) if accelerator() else (0, "")
+    named = os.environ.get(variable)
+    names = map(str, range(count)) if named is None else (name.strip() for name in named.split(","))
+    return variable, [*names][:count]
+
+
+def _variable(kind: str) -> str:
+    return _VENDORS[kind].variable if kind in _VENDORS else ""
 
 
 def recorded(devices: Iterable[torch.device]) -> Recorded:
@@ -41,9 +119,9 @@ def _with_streams(devices: Iterable[torch.device]) -> set[torch.device]:
 
 def free_cached() -> None:
     """Give back the memory of the accelerator, if there is one, that torch keeps and no tensor uses."""
-    if torch.accelerator.is_available():
-        empty = getattr(torch.accelerator, "empty_cache", torch.cuda.empty_cache)  # before torch 2.9 CUDA has it alone
-        empty()
+    if accelerator():
+        with suppress(RuntimeError):  # an allocator that keeps nothing
+            torch.get_device_module(current_device()).empty_cache()
 
 
 def known_device(device: torch.device | str | int) -> torch.device:
@@ -66,12 +144,14 @@ def usable_device(device: torch.device | str | int) -> torch.device:
         ConfigError: torch knows no such device, or this process does not see it.
     """
     chosen = known_device(device)
-    if chosen.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (chosen.index or 0) >= count:
-            raise ConfigError(
-                f"device {str(chosen)!r} cannot be used: this process sees {count} CUDA devices",
-                expected=f"an index below {count}" if count else "'cpu'",
-                hint="check CUDA_VISIBLE_DEVICES, and torch.version.cuda of this environment",
-            )
+    if chosen.type in ("cpu", "meta"):
+        return chosen
+    count = torch.accelerator.device_count() if accelerator() == chosen.type else 0
+    if (chosen.index or 0) >= count:
+        variable = _variable(chosen.type)
+        raise ConfigError(
+            f"device {str(chosen)!r} cannot be used: this process sees {count} devices of type {chosen.type!r}",
+            expected=f"an index below {count}" if count else "'cpu'",
+            hint=f"check {f'{variable}, and ' if variable else ''}that this environment's torch was built for it",
+        )
     return chosen

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from threading import Event
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
+from torchrl_ext.base.devices import current_device
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
@@ -61,6 +63,8 @@ class EngineModel(Protocol):
         shared: whether workers hold different tensors, so that a tensor of the checkpoint may belong to another worker.
         dtype: the dtype in which the engine computes.
         tied: whether the output embedding is the input embedding.
+        asleep: whether the engine has released the memory of the weights; on an accelerator, whoever reads it then ends
+            the process.
         rejection: error of an engine whose settings exclude updates; None if it accepts them.
         dummy: fills a tensor, with the shape and attributes of a runtime parameter, with the numbers that the engine
             generated instead of loading a checkpoint; None if it loaded one.
@@ -77,6 +81,7 @@ class EngineModel(Protocol):
     shared: bool
     dtype: torch.dtype
     tied: bool
+    asleep: bool
     rejection: ConfigError | None
     dummy: Callable[[Tensor], Any] | None
     by_layer: bool
@@ -167,6 +172,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._stand_ins = StandIns({}, {})
         self._pieces: dict[str, list[Piece]] = {}
         self._addresses: dict[str, int] = {}  # of the memory in which they lie, by runtime name
+        self._compared = False  # whether they are known
         self._slices: Slices | None = None  # of this placement and these pieces, once they were asked for
         self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
@@ -187,7 +193,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return not self._loading
 
     def check(self, params: Iterable[ParamMeta]) -> None:
-        """Run the model's loader on tensors without data, and refuse parameters that do not fit."""
+        """Run the model's loader on tensors without data, and refuse parameters that do not fit; read no weight."""
         params = tuple(params)
         if self.model.rejection is not None:
             raise self.model.rejection
@@ -204,26 +210,52 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                 )
         self._placement, self._params = self._placed(params), params
         self.shared = () if self._placement is None else shared(self._places(self._placement))
-        self._find()
+        self._forget_places()
 
-    def _find(self) -> None:
-        """Find what can be written in place in the tensors that the model computes with now."""
-        self._pieces, self._slices = {}, None
+    @property
+    def device(self) -> torch.device:
+        own = (parameter.device for parameter in self.model.module.parameters() if not parameter.is_meta)
+        return next(own, current_device())
+
+    def compare_start(self, stop: Event | None = None) -> None:
+        """Find what can be written in place in the tensors that the model computes with, unless that is known.
+
+        The slices that a trainer was asked for stay as they are. A model that sleeps is left for a later call.
+        """
+        stop = stop or Event()
+        if self._compared or self.model.asleep:
+            return
         if self._placement is not None and not self._whole_model:
-            self._pieces = self._in_place(self._placement)
-        self._patcher, self._addresses = Patcher(self._pieces), {}
-        params = {landing.param for name in self._pieces for landing in self.landings(name)}
-        self._addresses = self._where(params)
+            self._pieces = self._in_place(self._placement, stop)
+        if stop.is_set():
+            self._pieces = {}
+            return
+        self._patcher = Patcher(self._pieces)
+        self._addresses = self._where({landing.param for name in self._pieces for landing in self.landings(name)})
+        self._compared = True
+
+    def _forget_places(self) -> None:
+        self._pieces, self._slices, self._addresses, self._patcher = {}, None, {}, Patcher({})
+        self._compared = False
+
+    def _refuse_asleep(self) -> None:
+        if self.model.asleep:
+            raise EngineRefusedError(
+                "the engine's weights are asleep",
+                expected="an engine that is awake",
+                state=UNCHANGED,
+                hint="call wake_up first",
+            )
 
     def _where(self, params: Collection[str]) -> dict[str, int]:
         live = self._live() if params else {}
         return {param: live[param].data_ptr() for param in params if param in live}
 
     def _follow(self) -> bool:
-        """Return whether the engine has put tensors into other memory; then find anew what can be written in place."""
+        """Return whether the engine has put tensors into other memory; then nothing is known of what lies there."""
         if self._where(self._addresses) == self._addresses:
             return False
-        self._find()
+        self._forget_places()
         return True
 
     def _refuse_moved(self) -> None:
@@ -245,7 +277,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def land_whole(self) -> None:
         """From now on, apply changes by loading the whole model."""
         self._whole_model = True
-        self._find()
+        self._forget_places()
+        self.compare_start()
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         """Return a new pass over the engine's start weights, under an update's names; None if unknown.
@@ -361,7 +394,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """Return the parameters and buffers that the model computes with, by runtime name."""
         return {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
 
-    def _in_place(self, placement: Placement) -> dict[str, list[Piece]]:
+    def _in_place(self, placement: Placement, stop: Event) -> dict[str, list[Piece]]:
         """Return the copies of each tensor whose bytes show that the live model holds it as it was loaded.
 
         A parameter of the same shape may be shuffled, so shapes prove nothing. The bytes are compared with those of the
@@ -376,6 +409,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             if landings and plain and _is_exact(landings) and not absorbed and not meta.dtype.is_complex:
                 found[meta.name] = [landing.piece(live[landing.param]) for landing in landings]
         for name, tensor in () if self.modified else self.start_weights() or ():
+            if stop.is_set():
+                break
             if name in found and holds(found[name], tensor):
                 self._agreed[name] = placement.landings[name]
         agreed = {name for name in found if self._agreed.get(name) == placement.landings[name]}
@@ -463,10 +498,12 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._part, self._direct = names, direct
 
     def start(self) -> None:
+        self._refuse_asleep()
         if self._part is None:
             self._follow()
         else:
             self._refuse_moved()
+        self.compare_start()
         self.forget()
         self.modified = self.modified or not self._rehearsing
         sliced = self._coming()
@@ -550,7 +587,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._needs_digests = wanted
 
     def digests(self) -> dict[str, str]:
+        self._refuse_asleep()
         self._follow()
+        self.compare_start()
         found = dict(self._handed)
         for meta in self._params:
             if meta.name in found and self._readable(meta.name):
@@ -580,7 +619,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         Raises:
             ConfigError: neither is available.
         """
+        self._refuse_asleep()
         self._follow()
+        self.compare_start()
         if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
             return {name: held.hex() for name, held in self._together(self._patcher.digests_of_memory()).items()}
         start = None if self.modified else self.start_weights()
@@ -594,6 +635,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def stage(self, changes: Changes) -> None:
         """Translate changes of tensors that can be patched; update the others on the host."""
         self._whole = []
+        self._refuse_asleep()
         self._refuse_moved()
         if not self._rehearsing:
             refuse_digests(self.shared, changes.digests)
@@ -608,6 +650,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     @torch.no_grad()
     def commit(self) -> None:
+        self._refuse_asleep()
         self._refuse_moved()
         self._handed, self.modified = {}, self.modified or not self._rehearsing
         self._patcher.commit()
@@ -652,10 +695,12 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         Raises:
             EngineRefusedError, IntegrityError: see `Rehearsal.refusal`.
         """
+        self._refuse_asleep()
         if not self._params and self._shapes:  # no trainer has named its own yet
             self.check(CheckpointSource(self.model.checkpoint).params())
         if self._why_not():
             return self.rehearsal()
+        self.compare_start()
         self._rehearsing = True
         try:
             found = self._rehearsals[self.takes_slices] = rehearse(self)

@@ -14,10 +14,8 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from torchrl_ext.base.deadline import in_thread
-from torchrl_ext.base.devices import recorded, settle, wait_for
+from torchrl_ext.base.devices import current, recorded, settle, wait_for
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
 from torchrl_ext.base.routes import merged
@@ -73,6 +71,10 @@ class EngineWorker:
             EngineRefusedError: another sender has joined since; workers check this without `agree`.
         """
         self.receiver.refuse_replaced(message)
+        with current(self.receiver.device):
+            return self._handle(message)
+
+    def _handle(self, message: Message) -> Info:
         match message:
             case Inspect():
                 version = self.receiver.version
@@ -80,7 +82,7 @@ class EngineWorker:
             case State():
                 return self.receiver.handle(message)
             case Join():
-                self.together(self._stop, lambda: self._check(message))
+                self.together(self.stop, lambda: self._check(message))
                 self.receiver.connection = message.connection  # set now, because the thread joins later
                 self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
@@ -93,10 +95,10 @@ class EngineWorker:
             case Load():
                 self.together(lambda: self.receiver.load(message), on_failure=self.receiver.abort)
             case Finish():
-                self.together(self._stop, lambda: self.receiver.due(message))  # on all, before one notes the version
+                self.together(self.stop, lambda: self.receiver.due(message))  # on all, before one notes the version
                 return self._of_all(self.receiver.handle(message))
             case _:
-                self.together(self._stop, lambda: self.receiver.handle(message))
+                self.together(self.stop, lambda: self.receiver.handle(message))
         return {}
 
     def together(self, *steps: Callable[[], Any], on_failure: Callable[[], None] = lambda: None) -> None:
@@ -109,13 +111,13 @@ class EngineWorker:
 
     def settle(self) -> None:
         """Stop joining or staging on every worker; then no background thread touches the model."""
-        self.together(self._stop)
+        self.together(self.stop)
 
     def close(self) -> None:
         """Leave the transport, and end any wait in it."""
         self.receiver.abort()
         try:
-            self._stop()
+            self.stop()
         finally:
             self.receiver.close()
 
@@ -147,17 +149,14 @@ class EngineWorker:
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work`` in a background thread."""
-        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        devices = [] if kind is None else [torch.device(kind.type, torch.accelerator.current_device_index())]
-        before = recorded(devices)  # the engine may still be writing what ``work`` reads
+        device = self.receiver.device
+        before = recorded([device])  # the engine may still be writing what ``work`` reads
 
         def aside() -> None:
-            for device in devices:  # a new thread starts on device 0
-                torch.accelerator.set_device_index(device)
-            with self._mode():
+            with current(device), self._mode():
                 wait_for(before)
                 work()
-                settle(devices)
+                settle([device])
 
         return in_thread(aside, "torchrl_ext")
 
@@ -186,7 +185,12 @@ class EngineWorker:
         self._staging = _OVER
         return False
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Stop joining or staging on this worker; then no thread of it touches the model.
+
+        Raises:
+            DeadlineError: the background thread does not end.
+        """
         job = self._staging
         if job is None or job is _OVER:
             return

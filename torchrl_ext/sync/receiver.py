@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_ext.base import messages
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.devices import free_cached
+from torchrl_ext.base.devices import current, current_device, free_cached
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.base.messages import NOBODY, Message, replaced
 from torchrl_ext.base.registry import transports
@@ -110,6 +110,11 @@ class WeightReceiver:
         return self._loads[-1] if self._loads else self.version
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is; the default of this thread without a model."""
+        return current_device() if self._loader is None else self._loader.device
+
+    @property
     def whole(self) -> bool:
         """Whether no update is incomplete and all layers are in the form that the model computes with."""
         return self.held.landing is None and (self._loader is None or self._loader.idle)
@@ -128,6 +133,10 @@ class WeightReceiver:
             WeightSyncError: the step failed.
         """
         self.refuse_replaced(message)
+        with current(self.device):  # of whichever thread the engine handles messages in
+            return self._handle(message)
+
+    def _handle(self, message: Message) -> Info:
         match message:
             case messages.Join():
                 self.connect(message)
@@ -197,6 +206,7 @@ class WeightReceiver:
         """
         loader = self._require_loader()
         offer = self.check(message)
+        loader.compare_start(self._deadline().stop)
         self.connection, self._sender = message.connection, message.sender
         kind = transports.load(message.transport)
         if isinstance(loader, Sliceable):
@@ -254,6 +264,7 @@ class WeightReceiver:
         """
         version, part, before = message.version, message.part, self.held
         end, loader, self._staged = self._require_end(), self._require_loader(), None
+        loader.compare_start(self._deadline().stop)
         if part is not None and before.base != part.base:
             raise StaleBaseError(
                 f"the update sends some of a model's tensors and takes the others from version {part.base}, but this "

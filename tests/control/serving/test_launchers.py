@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 
 from tests.models import tiny_checkpoint
 from torchrl_ext.base.errors import ConfigError
@@ -25,7 +26,9 @@ def see(monkeypatch):
     """Sets how many devices the job sees, and what its own variable calls them; none at first."""
 
     def see(count, visible=None):
-        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+        monkeypatch.setattr("torch.accelerator.is_available", lambda: count > 0)
+        monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr("torch.accelerator.device_count", lambda: count)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

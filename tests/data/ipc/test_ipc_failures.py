@@ -34,9 +34,9 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.group.links import LocalListener, new_address, shared_address
-from torchrl_ext.data.ipc import cuda_memory as cuda_ipc
+from torchrl_ext.data.ipc import device_memory
 from torchrl_ext.data.ipc import transport as ipc
-from torchrl_ext.data.ipc.cuda_memory import CudaHandle
+from torchrl_ext.data.ipc.device_memory import DeviceHandle
 from torchrl_ext.data.ipc.memory import HostHandle, create
 from torchrl_ext.data.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome
 from torchrl_ext.data.ipc.worker import IPCWorker
@@ -285,16 +285,17 @@ class TestMemoryOfADevice:
     @pytest.fixture
     def played(self, monkeypatch):
         rebuilt, empty = [], torch.empty
-        monkeypatch.setattr(cuda_ipc, "_index", lambda device: 0)
+        monkeypatch.setattr(device_memory, "accelerator", lambda: "cuda")
+        monkeypatch.setattr(device_memory, "uuids", lambda: ["GPU-0"])
         monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
-        monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda flat: (None, (None, *self.SHARED)))
-        monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *given: rebuilt.append(given) or empty(8192))
+        monkeypatch.setattr(device_memory, "reduce_tensor", lambda flat: (None, (None, *self.SHARED)))
+        monkeypatch.setattr(device_memory, "rebuild_cuda_tensor", lambda *given: rebuilt.append(given) or empty(8192))
         return rebuilt
 
     def test_cuda_handle_is_rebuilt_in_another_process_only(self, played):
         """Another process rebuilds the CUDA memory from its handle; the process that owns it maps nothing."""
-        own = cuda_ipc.create_cuda("GPU-0", 8192)
-        handle = CudaHandle.from_json(json.loads(json.dumps(own.handle.to_json())))
+        own = device_memory.create_on("GPU-0", 8192)
+        handle = DeviceHandle.from_json(json.loads(json.dumps(own.handle.to_json())))
         assert handle.attach().flat is own.flat and not played
         msgspec.structs.replace(handle, key="another process's").attach()
         assert played[0][7:] == self.SHARED

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
+from torchrl_ext.base.devices import accelerator
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
 from torchrl_ext.control.serving.processes import GuardedProcess, free_port, reachable, usable_port
@@ -156,7 +155,7 @@ class StockSpec(EngineSpec):
     @property
     def on_cpu(self) -> bool:
         """Whether the server computes on the CPU."""
-        return not torch.cuda.is_available() if self.cpu is None else self.cpu
+        return not accelerator() if self.cpu is None else self.cpu
 
     def allow_list(self, others: Iterable[str]) -> str:
         """Return an allow-list of plugins: ``others``, ours, and that of our CPU environments if this is a CPU."""

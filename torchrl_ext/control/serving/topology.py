@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import torch
 
 from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.devices import visible_devices
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import EngineInfo, described
@@ -258,20 +258,18 @@ class LocalLauncher:
 
 
 def _pinned(plan: EnginePlan) -> dict[str, str]:
-    """Return ``CUDA_VISIBLE_DEVICES`` for a plan's engine; empty if this process sees no device."""
-    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = map(str, range(count)) if visible is None else (name.strip() for name in visible.split(","))
-    devices = tuple(names)[:count]
+    """Return the variable of the devices that a plan's engine sees; empty if this process sees none."""
+    variable, devices = visible_devices()
     if not devices:
         return {}
     beyond = [number for number in plan.gpus if number >= len(devices)]
     if beyond:
         raise ConfigError(
             f"it needs device {beyond[0]} of the job",
-            expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
+            expected=f"one of the {len(devices)} that the launcher has: {variable}={','.join(devices)}",
             hint="let the job see more devices, or plan with fewer",
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
+    return {variable: ",".join(devices[number] for number in plan.gpus)} if variable else {}
 
 
 def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:

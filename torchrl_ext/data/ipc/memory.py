@@ -3,7 +3,7 @@
 On a CPU a segment is an anonymous file in memory (memfd_create(2)): it has no name in any filesystem, and the kernel
 frees it with the last process that holds it, however that one ends. Its size is sealed, so that no process that maps it
 is killed because another one cuts it. The handle says which descriptor of which process it is; ``/proc`` opens that for
-processes of the same user and the same pid namespace. On a GPU see `torchrl_ext.data.ipc.cuda_memory`.
+processes of the same user and the same pid namespace. On an accelerator see `torchrl_ext.data.ipc.device_memory`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from torchrl_ext.base.devices import settle
 from torchrl_ext.base.errors import ConfigError, IntegrityError, TransportError
 from torchrl_ext.base.types import Count, Wire
 from torchrl_ext.data.group.links import close_in_children
@@ -84,8 +85,7 @@ class SharedSegment:
 
     def settle(self) -> None:
         """Wait until copies into or out of the segment that this thread began are over."""
-        if self.flat.is_cuda:
-            torch.cuda.current_stream(self.flat.device).synchronize()
+        settle([self.flat.device])
 
     def close(self) -> None:
         """Release the memory. May be called twice."""

@@ -11,7 +11,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import Count, Params, Wire, decoded
 from torchrl_ext.data.group.links import Link
-from torchrl_ext.data.ipc.cuda_memory import CudaHandle
+from torchrl_ext.data.ipc.device_memory import DeviceHandle
 from torchrl_ext.data.ipc.memory import HostHandle
 
 __all__ = ["Announce", "Done", "Hello", "IPCLoad", "IPCMessage", "IPCOffer", "Welcome", "read", "send"]
@@ -46,7 +46,7 @@ class Welcome(IPCMessage, frozen=True, kw_only=True):
     """The trainer lets a worker in, and gives it the handle of the staging buffer on the best device of both."""
 
     session: str
-    segment: HostHandle | CudaHandle
+    segment: HostHandle | DeviceHandle
 
 
 class Announce(IPCMessage, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from torchrl_ext.base.devices import usable_device
 from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.group.links import new_address, shared_address
-from torchrl_ext.data.ipc.cuda_memory import create_cuda, visible
+from torchrl_ext.data.ipc.device_memory import create_on, sharable
 from torchrl_ext.data.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, SharedSegment, create
 from torchrl_ext.data.ipc.messages import Announce, Done, IPCLoad, IPCOffer
 from torchrl_ext.data.ipc.worker import IPCWorker, buckets_of
@@ -29,7 +29,7 @@ __all__ = ["IPCTransport"]
 log = logging.getLogger("torchrl_ext")
 
 _SMALLEST_BYTES = 2048
-_HOST_BYTES, _CUDA_BYTES = 16 << 20, 512 << 20
+_HOST_BYTES, _DEVICE_BYTES = 16 << 20, 512 << 20
 _LEAST_BYTES = 1 << 20
 """If memory is short, a default buffer is halved, down to about this size in bytes."""
 
@@ -38,7 +38,7 @@ class IPCTransport(StandaloneTransport):
     """Packs weights into one staging buffer, whose two halves are filled in turn, and hands it over by handle.
 
     While workers copy one half into their parameters, the trainer fills the other. On a CPU the buffer is anonymous
-    shared memory, on a GPU an allocation shared by CUDA IPC; every worker, of however many engines, maps the same one.
+    shared memory, on a GPU an allocation that both open; every worker, of however many engines, maps the same one.
     Neither has a name that could outlive its processes. The trainer owns the buffer until `shutdown`; workers map it
     only while they receive.
 
@@ -92,7 +92,7 @@ class IPCTransport(StandaloneTransport):
         """The size of the staging buffer, in bytes; with several GPUs, of each one's buffer."""
         if self._segments:
             return next(iter(self._segments.values())).flat.numel()
-        nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _CUDA_BYTES)
+        nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _DEVICE_BYTES)
         return nbytes // SEGMENT_BYTES * SEGMENT_BYTES  # one size on every device, so one layout
 
     # trainer end
@@ -181,7 +181,7 @@ class IPCTransport(StandaloneTransport):
         """Create a staging buffer, smaller where memory is short, unless its size was asked for or is already used."""
         while True:
             try:
-                return create(nbytes) if device == HOST else create_cuda(device, nbytes)
+                return create(nbytes) if device == HOST else create_on(device, nbytes)
             except TransportError as error:
                 if self._bucket_bytes or self._segments or nbytes <= _LEAST_BYTES:
                     raise
@@ -238,7 +238,5 @@ class IPCTransport(StandaloneTransport):
 
 
 def _local_devices() -> list[str]:
-    """Return where this process can take weights from, best first: UUIDs of the GPUs that it sees, then the host."""
-    if not torch.cuda.is_available():
-        return [HOST]
-    return [*visible(), HOST]
+    """Return where this process can take weights from, best first: UUIDs of accelerators, then the host."""
+    return [*sharable(), HOST]

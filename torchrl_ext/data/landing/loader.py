@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.changes import Changes
@@ -55,6 +57,18 @@ class WeightLoader(ABC):
         Raises:
             ManifestError: a parameter is unknown, missing, or has another shape or dtype; the message names it.
         """
+
+    def compare_start(self, stop: Event | None = None) -> None:  # noqa: B027 - most know it from names and shapes
+        """Find out by the weights themselves where checked parameters land. Reads the whole model, the first time.
+
+        Args:
+            stop: ends the reading when another thread sets it, and leaves it for the next call.
+        """
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's first tensor; of a model that does not show its tensors, this thread's default."""
+        return current_device()
 
     def start(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Begin an update; the model is idle from here to `finish`."""
@@ -229,6 +243,10 @@ class TensorsLoader(WeightLoader, Patchable):
         self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
         self._live: list[int] = []  # and of every tensor then
         self._whole: dict[str, Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next((tensor.device for _, tensor in self._own()), current_device())
 
     def targets(self) -> Mapping[str, Tensor]:
         """Return the live tensors but those that share memory: the second to be filled would overwrite the first."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
+from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ManifestError, TransportError, why
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
@@ -289,10 +290,9 @@ def _device() -> torch.device:
     """Return where the trainer's process group moves tensors: on the accelerator, if it can, else on the host."""
     from torch.distributed import get_backend_config, get_default_backend_for_device
 
-    found = torch.accelerator.current_accelerator()
-    if found is not None and f"{found.type}:{get_default_backend_for_device(found)}" in get_backend_config():
-        return torch.device(found.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    found = current_device()
+    there = f"{found.type}:{get_default_backend_for_device(found)}" in get_backend_config()
+    return found if there else torch.device("cpu")
 
 
 def _compare(held: Sequence[Info]) -> None:

@@ -200,7 +200,7 @@ class EmbeddedEngine:
         self._receiver.abort()
         with self._alone():
             self._updating = False
-            self._receiver.connect(message)
+            self._receiver.handle(message)
 
     def reload(self, path: str, label: str | None) -> None:
         """Load a checkpoint directory; ``label`` becomes the weight version, unless it is None.

@@ -35,7 +35,7 @@ class SGLangModel:
         prepared: SGLang itself unpacks layers before a load, and packs them after it (``/begin_weight_update``).
     """
 
-    by_layer = False
+    by_layer = asleep = False
     kept = ()
     repairs: dict[str, Any] = {}  # noqa: RUF012 - none
 

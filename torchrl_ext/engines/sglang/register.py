@@ -67,6 +67,7 @@ def _worker_hooks() -> dict[str, Callable[..., Any]]:
     ways = [name for name in dir(pkgutil.resolve_name(_UPDATER)) if name.startswith(_PAST_US)]
     return {
         f"{_MANAGER}.check_weights": check_weights,
+        f"{_MANAGER}.release_memory_occupation": release_memory_occupation,
         f"{_SCHEDULER}.continue_generation": continue_generation,
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
@@ -107,6 +108,14 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
 
     success, words = _guarded(answer)
     return CheckWeightsReqOutput(success=success, message=words)
+
+
+def release_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Wrap the scheduler's part of ``/release_memory_occupation``: first, no thread of ours reads the weights."""
+    model = manager.tp_worker.model_runner.model
+    if model in _workers:
+        _guarded(_workers[model].end.stop)
+    return original(manager, request)
 
 
 def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,12 +62,13 @@ class SGLangWorker:
         Raises:
             WeightSyncError: see `EngineWorker.handle`.
         """
+        asleep = sorted(getattr(scheduler, "offload_tags", ()))
+        self._model.asleep = "weights" in asleep
         match message:
             case Flush():
                 return {"flushed": bool(scheduler.flush_cache(empty_cache=False))}
             case State():
                 paused = bool(getattr(scheduler.scheduler, "_engine_paused", False))
-                asleep = sorted(getattr(scheduler, "offload_tags", ()))
                 return {"paused": paused, "asleep": asleep, **self.end.handle(message)}
             case Start():
                 scheduler.scheduler.device_module.synchronize()

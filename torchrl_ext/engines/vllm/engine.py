@@ -127,6 +127,15 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._end.receiver.invalidate(torn=self._layers.is_open())
 
+    def sleep(self) -> None:
+        """Leave the weights alone, whose memory vLLM is about to release."""
+        self._end.stop()
+        self._layers.asleep = True
+
+    def wake(self) -> None:
+        """Note that the memory of the weights is there again."""
+        self._layers.asleep = False
+
     @property
     def whole(self) -> bool:
         """Whether the model holds one version, whole, and may generate."""

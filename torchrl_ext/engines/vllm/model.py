@@ -53,7 +53,7 @@ class VLLMModel:
         vllm_config: the worker's configuration.
     """
 
-    by_layer = True
+    by_layer, asleep = True, False
 
     def __init__(self, module: nn.Module, vllm_config: Any) -> None:
         config, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -75,9 +75,9 @@ def register_trainers() -> None:
 
 
 def _extend_workers() -> None:
-    """Give workers our methods, have them notice when vLLM loads another checkpoint, and guard their resuming.
+    """Give workers our methods, have them notice when vLLM loads a checkpoint or sleeps, and guard their resuming.
 
-    `WorkerBase.__init__` is wrapped, each worker's ``reload_weights``, and `EngineCore.resume_scheduler`.
+    `WorkerBase.__init__` is wrapped, three methods of each worker, and `EngineCore.resume_scheduler`.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
@@ -86,9 +86,10 @@ def _extend_workers() -> None:
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
-        reload = getattr(worker, "reload_weights", None)
-        if reload is not None:
-            worker.reload_weights = functools.partial(_reload, worker, reload)
+        for name, around in {"reload_weights": _reload, "sleep": _sleep, "wake_up": _wake_up}.items():
+            method = getattr(worker, name, None)
+            if method is not None:
+                setattr(worker, name, functools.partial(around, worker, method))
 
     EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
     WorkerBase.__init__ = init
@@ -106,6 +107,23 @@ def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: An
         engine = _engine_of(worker)
         if engine is not None:
             engine.invalidate(whole=whole)
+
+
+def _sleep(worker: Any, sleep: Callable[..., None], *args: Any, **settings: Any) -> None:
+    engine = _engine_of(worker)
+    if engine is not None:
+        engine.sleep()
+    worker.torchrl_ext_asleep = True  # also where another backend is taken over later
+    sleep(*args, **settings)
+
+
+def _wake_up(worker: Any, wake: Callable[..., None], tags: list[str] | None = None) -> None:
+    wake(tags)
+    if tags is None or "weights" in tags:
+        worker.torchrl_ext_asleep = False
+        engine = _engine_of(worker)
+        if engine is not None:
+            engine.wake()
 
 
 def _engine_of(worker: Any) -> Any:
@@ -132,6 +150,8 @@ def _take_over(worker: Any) -> None:
     other, model = worker.weight_transfer_engine, worker.model_runner.get_model()
     config = WeightTransferConfig(backend=BACKEND)
     worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model)
+    if getattr(worker, "torchrl_ext_asleep", False):
+        worker.weight_transfer_engine.sleep()
     if other is not None:
         other.shutdown()
 
