@@ -228,9 +228,13 @@ class TensorsLoader(WeightLoader, Patchable):
 
     Args:
         target: module, TensorDict or mapping of tensors.
+
+    Attributes:
+        asleep: whether the memory of the tensors was released.
     """
 
     def __init__(self, target: Any) -> None:
+        self.asleep = False
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
         self._module = target if is_module else None
         self._target = ModuleSource(target) if is_module else MappingSource(target)
@@ -257,7 +261,7 @@ class TensorsLoader(WeightLoader, Patchable):
         params = tuple(params)
         sent = frozenset(meta.name for meta in params)
         spelled = self._spelled(sent)
-        spelled.check(params, dict(self._target.tensors()))
+        spelled.check(params, dict(self._target.tensors()), asleep=self.asleep)
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
         self.shared = spelled.shared(meta.name for meta in params)
 

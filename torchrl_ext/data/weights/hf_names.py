@@ -389,12 +389,13 @@ class Spelling:
         sharded = any(map(is_distributed, own.values()))
         return not sharded and self._made_of == _what_matters(own, groups, sent)
 
-    def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor]) -> None:
+    def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, asleep: bool = False) -> None:
         """Refuse an update that cannot land.
 
         Args:
             params: the update.
             needed: live tensors that have to come, by name; tied ones under any of their names.
+            asleep: the memory of the live tensors was released, and comes back before the update does.
 
         Raises:
             ManifestError: names a parameter that is unknown, missing, given twice, or of another shape or dtype.
@@ -404,7 +405,8 @@ class Spelling:
             if meta.name not in known:
                 raise _unknown(meta.name, known)
             own, place = known[meta.name], self.places.get(meta.name)
-            if place is not None and (place.is_meta or not (is_distributed(place) or has_each_once(place))):
+            whole = place is None or asleep or is_distributed(place) or has_each_once(place)
+            if place is not None and (place.is_meta or not whole):
                 raise ManifestError(
                     f"parameter {meta.name!r} of the model cannot be written: "
                     + ("it is on the meta device" if place.is_meta else "some of its elements share memory"),

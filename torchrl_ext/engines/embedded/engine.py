@@ -103,6 +103,7 @@ class EmbeddedEngine:
                 self._receiver.invalidate(empty=True)
                 with self.scheduler.weights:
                     self._released = self._released or _release(self._model)
+                    self._loader.asleep = True
             self.asleep = TAGS
 
     def release_kv_cache(self) -> None:
@@ -135,7 +136,7 @@ class EmbeddedEngine:
                 self._refuse_torn(updating=self._updating)
             if "weights" in self.asleep & wanted:
                 _restore(self._released)
-                self._released = []
+                self._released, self._loader.asleep = [], False
             self.asleep -= wanted
             if not self.asleep:
                 self.scheduler.resume()
