@@ -125,6 +125,14 @@ def test_sglang_scheduler_calls_never_raise_on_damaged_messages(scheduler, monke
     assert not register.check_weights(None, scheduler, request).success
 
 
+def test_scheduler_lets_go_of_weights_before_they_sleep(scheduler, monkeypatch):
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.end, "stop", lambda: said.append("let go") or 1 / 0)  # which would end the server
+        register.release_memory_occupation(lambda *_: said.append("sleeps"), scheduler, None)
+    assert said == ["let go", "sleeps"]
+
+
 def test_scheduler_with_partial_version_refuses_to_continue(scheduler):
     """A scheduler whose model holds a part of a version stays paused on continue_generation."""
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"

@@ -195,6 +195,32 @@ def test_a_reload_is_noticed_once(tmp_path):
     assert done.stdout.split("registered\n")[1:] == ["noticed\n"], done.stderr
 
 
+SLEEPS = """
+class WorkerBase:
+    def sleep(self, level=1): print("sleeps")
+    def wake_up(self, tags=None): print("wakes", tags)
+"""
+SLEPT = """
+from vllm.v1.worker.worker_base import WorkerBase
+from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
+worker = WorkerBase()
+worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
+TorchRLExtEngine.sleep, TorchRLExtEngine.wake = (lambda engine: print("let go")), (lambda engine: print("may read"))
+worker.sleep(level=2)
+worker.wake_up(["kv_cache"])
+worker.wake_up(tags=["weights"])
+"""
+
+
+def test_vllms_worker_lets_go_of_weights_before_it_sleeps(tmp_path):
+    """Our backend hears of a sleep before the memory goes, and of the waking once the weights are there."""
+    done = finished(
+        REGISTER + SLEPT, tmp_path / "site", "vllm", json.dumps({**stand_in(), **WHOLE, WORKERS: SLEEPS})
+    )
+    said = done.stdout.split("registered\n")[1].splitlines()
+    assert said == ["let go", "sleeps", "wakes ['kv_cache']", "wakes ['weights']", "may read"], done.stderr
+
+
 RESUMED = """
 from types import SimpleNamespace
 from vllm.v1.engine.core import EngineCore
