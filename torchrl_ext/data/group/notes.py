@@ -38,8 +38,7 @@ import msgspec
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.base.types import Info, described
-from torchrl_ext.data.group.links import Link, close_in_children, serve
-from torchrl_ext.data.group.sockets import dial, listen
+from torchrl_ext.data.group.links import Link, close_in_children, dial, listen, serve
 
 __all__ = ["NOTE_BYTES", "HostedNotes", "NoteStore", "RemoteNotes"]
 

@@ -44,10 +44,10 @@ from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.backends import choose_backend, gloo_options, nccl_options
 from torchrl_ext.data.group.calls import made_in_time, run_beside
 from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
+from torchrl_ext.data.group.links import dial, listen
 from torchrl_ext.data.group.meeting import Member
 from torchrl_ext.data.group.notes import NoteStore
 from torchrl_ext.data.group.process_group import Group, Seat
-from torchrl_ext.data.group.sockets import dial, listen
 from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
