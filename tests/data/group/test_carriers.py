@@ -1,146 +1,54 @@
-"""What a group promises: bytes from rank to rank in the order of each pair, and an end to every wait."""
+"""Every carrier of ours under one contract: gloo, a backend of torch's, and NCCL over a stand-in for its package."""
 
 from __future__ import annotations
 
-import itertools
-import random
 import signal
 import sys
 import threading
 import time
-from collections import Counter
-from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+import torch.distributed as dist
 
-from tests.data.group.members import SHORT_S, WAIT_S, beside, stop
+from tests.data.group import fake_nccl
+from tests.data.group.contract import MIB, CarrierContract, arrived, filled
+from tests.data.group.members import WAIT_S, beside, stop
 from tests.processes import calling, finished, running_python
-from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.errors import ConfigError, NotConnectedError, TransportError
 from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.group import backends, nccl
+from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, backend_of, carrier_of, choose_backend
 from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.data.group.nccl import NcclCarrier
+from torchrl_ext.data.group.process_group import DEVICE, HOST
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 
-MIB = 1 << 20
 CPU = torch.device("cpu")
-RANKS = 3
 
 
-def membership(port, timeout_s=WAIT_S):
-    return Membership("127.0.0.1", port, "", device=CPU, backend="gloo", timeout_s=timeout_s)
+@pytest.fixture(scope="class")
+def class_patch():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
 
 
-@contextmanager
-def carriers(size=RANKS, timeout_s=WAIT_S):
-    """The ends of a group, all of them in this process."""
-    port = free_port()
-    members = [membership(port, timeout_s) for _ in range(size)]
-    host = [lambda: members[0].host(STANDALONE_GROUP, size, ())]
-    enter = [lambda rank=rank: members[rank].enter(STANDALONE_GROUP, rank, size, ()) for rank in range(1, size)]
-    try:
-        assert beside(*host, *enter) == [None] * size
-        yield [member.carrier() for member in members]
-    finally:
-        for member in members:
-            member.close()
+# gloo
 
 
-@pytest.fixture(scope="module")
-def group():
-    """A group that no test breaks."""
-    with carriers() as ends:
-        yield ends
+class TestGloo(CarrierContract):
+    any_order = True
+
+    def carrier(self, seat):
+        return GlooCarrier(seat)
 
 
-def filled(nbytes, seed):
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def blank(nbytes, seed=0):
-    return torch.zeros(nbytes, dtype=torch.uint8)
-
-
-SIZES = st.sampled_from([1, 2, 33, 4097, MIB, 8 * MIB + 1])
-MOVES = st.lists(st.tuples(st.permutations(range(RANKS)).map(lambda ranks: (ranks[0], ranks[1])), SIZES), max_size=8)
-
-
-@settings(max_examples=20, deadline=None)
-@given(MOVES, st.integers(0, 1 << 30))
-@example([((0, 1), 64 * MIB)], 0)
-@example([((2, 1), nbytes) for nbytes in (1, 9 * MIB, 3, 70_000, 2, 1, 33, MIB) * 3], 1)
-@example([(pair, 12 * MIB + 5) for pair in itertools.permutations(range(RANKS), 2)], 2)
-def test_bytes_arrive_in_order_and_are_counted_once(group, moves, seed):
-    """Every byte arrives once and is counted once, in whatever order ranks begin and wait."""
-    sent, read = ([make(nbytes, at) for at, (_, nbytes) in enumerate(moves)] for make in (filled, blank))
-    before = [(Counter(end.sent), Counter(end.received)) for end in group]
-
-    def run(rank):
-        end, choice, works = group[rank], random.Random(seed + rank), []
-        own = [at for at, (pair, _) in enumerate(moves) if rank in pair]
-        for at in sorted(own, key=lambda at: (moves[at][0][0] == rank) == (seed + rank) % 2):  # of a pair in one order
-            source, to = moves[at][0]
-            works.append(end.send(sent[at], to) if source == rank else end.receive(read[at], source))
-        for work in choice.sample(works, len(works)) + works[:1]:  # one that is done may be waited for again
-            end.wait(work)
-        for at in own:
-            if moves[at][0][0] == rank:
-                sent[at].zero_()  # memory is free once the wait is over
-
-    assert beside(*(lambda rank=rank: run(rank) for rank in range(RANKS))) == [None] * RANKS
-    assert all(
-        torch.equal(flat, filled(nbytes, at)) for at, (flat, (_, nbytes)) in enumerate(zip(read, moves, strict=True))
-    )
-    for rank, end in enumerate(group):
-        outward, inward = Counter(), Counter()
-        for (source, to), nbytes in moves:
-            outward[to] += nbytes * (source == rank)
-            inward[source] += nbytes * (to == rank)
-        assert (end.sent - before[rank][0], end.received - before[rank][1]) == (+outward, +inward)
-
-
-# failures
-
-
-def test_a_peer_that_does_not_come_is_named_at_the_deadline():
-    with carriers(timeout_s=SHORT_S) as (first, _, third):
-        work, back = first.send(filled(MIB, 0), 2), third.receive(blank(MIB), 1)
-        late = beside(lambda: first.wait(work), lambda: third.wait(back))
-        assert [type(one) for one in late] == [DeadlineError, DeadlineError]
-        assert "to rank 2 (pid" in str(late[0]) and "from rank 1 (pid" in str(late[1])
-        for end in (first, third):
-            end.sever()
-
-
-def test_an_abort_ends_waits_of_other_threads_and_those_of_peers():
-    with carriers() as (first, second, third):
-        works = [(first, first.receive(blank(MIB), 1)), (first, first.send(filled(40 * MIB, 0), 2))]
-        works += [(second, second.receive(blank(MIB), 0)), (third, third.send(filled(40 * MIB, 0), 1))]
-        waiting = threading.Barrier(len(works) + 1)
-
-        def wait(end, work):
-            waiting.wait(WAIT_S)
-            end.wait(work)
-
-        def abort():
-            waiting.wait(WAIT_S)
-            first.sever()
-
-        began = time.monotonic()
-        *ended, _ = beside(*(lambda one=one: wait(*one) for one in works), abort)
-        assert time.monotonic() - began < WAIT_S / 2
-        assert [type(one) for one in ended] == [TransportError] * 4
-        assert [("aborted" in str(one)) for one in ended[:2]] == [True, True]
-        assert "from rank 0 (pid" in str(ended[2])
-        assert "rank 0 (pid" in str(ended[3])  # which has no part in this transfer
-        first.sever()
-        for call in (
-            lambda: first.send(blank(8), 1),
-            lambda: first.receive(blank(8), 1),
-            lambda: first.wait(works[0][1]),
-        ):
-            with pytest.raises(TransportError, match="aborted"):
-                call()
+def membership(port):
+    return Membership("127.0.0.1", port, "", device=CPU, backend="gloo", timeout_s=WAIT_S)
 
 
 def peer(port, role):
@@ -148,8 +56,8 @@ def peer(port, role):
     member = membership(port)
     member.enter(STANDALONE_GROUP, 1, 2, ())
     group = member.carrier()
-    group.wait(group.receive(blank(MIB), 0))
-    work = (group.receive if role == "receiver" else group.send)(blank(256 * MIB), 0)
+    group.wait(group.receive(torch.zeros(MIB, dtype=torch.uint8), 0))
+    work = (group.receive if role == "receiver" else group.send)(torch.zeros(256 * MIB, dtype=torch.uint8), 0)
     stop()
     group.wait(work)
 
@@ -164,7 +72,7 @@ def test_killed_peer_is_named_long_before_deadline(role):
         group = member.carrier()
         group.wait(group.send(filled(MIB, 0), 1))
         assert child.stdout.readline() == "now\n"
-        flats = [blank(256 * MIB), blank(MIB)]
+        flats = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (256 * MIB, MIB)]
         works = [(group.send if role == "receiver" else group.receive)(flat, 1) for flat in flats]
         began = time.monotonic()
         child.send_signal(signal.SIGKILL)
@@ -177,14 +85,176 @@ def test_killed_peer_is_named_long_before_deadline(role):
 
 
 def leaves(how):
-    with carriers(size=2) as (first, _):
-        works = [first.send(blank(64 * MIB), 1), first.receive(blank(8), 1)]  # noqa: F841 - kept, and never waited for
-        print("left", flush=True)
-        if how == "exit":
-            sys.exit(3)
+    port = free_port()
+    members = [membership(port) for _ in range(2)]
+    host = lambda: members[0].host(STANDALONE_GROUP, 2, ())  # noqa: E731
+    assert beside(host, lambda: members[1].enter(STANDALONE_GROUP, 1, 2, ())) == [None, None]
+    first = members[0].carrier()
+    blank = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (64 * MIB, 8)]
+    works = [first.send(blank[0], 1), first.receive(blank[1], 1)]  # noqa: F841 - kept, and never waited for
+    print("left", flush=True)
+    if how == "exit":
+        sys.exit(3)
+    for member in members:
+        member.close()
 
 
 @pytest.mark.parametrize(("how", "status"), [("exit", 3), ("close", 0)])
 def test_a_process_that_leaves_transfers_half_way_ends_in_peace(how, status):
     done = finished(calling(leaves, how))
     assert (done.stdout, done.returncode) == ("left\n", status), done.stderr[-2000:]
+
+
+# a backend of torch's, with gloo in the place of a vendor's
+
+
+class Vendors:
+    """What a vendor's backend is to torch: coalesced sends, and works that complete by themselves."""
+
+    def __init__(self, store, rank, size):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = (
+            [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")],
+            timedelta(seconds=WAIT_S),
+        )
+        self._own, self._block = dist.ProcessGroupGloo(store, rank, size, options), None
+
+    def broadcast(self, flat, root):
+        return Work([self._own.broadcast(flat, root)])
+
+    def allreduce(self, tensors):
+        return Work([self._own.allreduce(tensors)])
+
+    def _start_coalescing(self):
+        self._block = []
+
+    def send(self, tensors, peer, tag):
+        self._block.append(self._own.send(tensors, peer, tag))
+
+    def recv(self, tensors, peer, tag):
+        self._block.append(self._own.recv(tensors, peer, tag))
+
+    def _end_coalescing(self):
+        return Work(self._block)
+
+    def abort(self):
+        backends._close_connections(self._own, 1)
+
+
+class Work:
+    def __init__(self, works):
+        self._over = [in_thread(lambda work=work: work.wait(timedelta(seconds=WAIT_S)), "work") for work in works]
+
+    def is_completed(self):
+        return all(one.done() for one in self._over) or any(one.done() and one.exception() for one in self._over)
+
+    def wait(self):
+        for one in self._over:
+            if one.done():
+                one.result()
+
+
+class TestTorch(CarrierContract):
+    backend = "vendors"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def world(cls, class_patch):
+        creator = lambda *args: Vendors(*args[:3])  # noqa: E731
+        class_patch.setitem(dist.Backend._plugins, "VENDORS", dist.Backend._BackendPlugin(creator, False))
+
+    def carrier(self, seat):
+        return TorchCarrier(seat)
+
+    def test_a_vendor_may_take_options_in_place_of_arguments(self, monkeypatch):
+        """Torch has two interfaces for backends that are registered."""
+        creator = lambda own, _: Vendors(own.store, own.group_rank, own.group_size)  # noqa: E731
+        plugin = dist.Backend._BackendPlugin(creator, True)
+        monkeypatch.setitem(dist.Backend._plugins, "VENDORS", plugin)
+        with self.groups(size=2) as (first, second):
+            read = self.blank(9)
+            sends = lambda: first.wait(first.send(self.filled(9), 1))  # noqa: E731
+            assert beside(sends, lambda: second.wait(second.receive(read, 0))) == [None, None]
+            assert arrived(read, 0)
+
+    def test_the_first_transfer_is_read_behind_its_callers_stream(self, monkeypatch):
+        """It begins in another thread, since torch forms a communicator then, without a deadline."""
+        seen = []
+        monkeypatch.setattr(backends, "recorded", lambda devices: ("point of", threading.get_ident(), [*devices]))
+        monkeypatch.setattr(backends, "wait_for", lambda point: seen.append((point, threading.get_ident())))
+        with self.groups(size=2):
+            for (_, caller, devices), reader in seen:
+                assert devices == [CPU] and caller != reader
+            assert len(seen) == 2
+
+    def test_a_torch_without_the_backend_says_so(self):
+        with self.seats(size=2) as seats, pytest.raises(TransportError, match=r"no backend 'hccl'.*vendor"):
+            TorchCarrier(replace(seats[0], backend="hccl"))
+
+    def test_a_user_is_warned_once_of_torchs_watchdog(self, monkeypatch, caplog):
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        backends._warn_of_the_watchdog.cache_clear()
+        with self.seats(size=2) as seats:
+            for seat in seats:
+                with pytest.raises(TypeError):  # from the backend that is none
+                    TorchCarrier(replace(seat, backend="nccl"))
+        (warning,) = [one.message for one in caplog.records if "watchdog" in one.message]
+        assert "ends this process" in warning and "torchrl_ext[nccl]" in warning
+
+
+# NCCL
+
+
+class TestNccl(CarrierContract):
+    backend = "nccl"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def world(cls, class_patch):
+        return fake_nccl.install(class_patch)
+
+    def carrier(self, seat):
+        return NcclCarrier(seat)
+
+
+# which carrier
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cuda:3", "nccl"), ("xpu:0", "xccl"), ("npu", "hccl"), ("cpu", "gloo"), ("mps", "gloo")]
+)
+def test_each_device_has_the_backend_of_its_vendor(device, backend):
+    device = SimpleNamespace(type=device.split(":")[0])  # a torch without the vendor's names knows not all of them
+    assert backend_of(device) == backend
+
+
+@pytest.mark.parametrize("asked", [("cpu", None), (None, "gloo"), (None, None), ("meta", None), ("cuda:7", "gloo")])
+def test_gloo_copies_through_the_host(asked):
+    assert choose_backend(*asked) == (CPU, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [(("cpu", "nccl"), "nccl cannot move tensors on cpu"), ((None, "mpi"), "no .* backend 'mpi'")]
+)
+def test_a_backend_that_cannot_move_a_device_is_refused(asked, words):
+    with pytest.raises(ConfigError, match=words):
+        choose_backend(*asked)
+
+
+def test_nccl_is_carried_by_its_own_package_where_it_can_be(monkeypatch):
+    assert nccl.package() is None  # here
+    assert [carrier_of(name) for name in ("gloo", "nccl", "xccl")] == [GlooCarrier, TorchCarrier, TorchCarrier]
+    fake_nccl.install(monkeypatch)
+    assert carrier_of("nccl") is NcclCarrier
+    library = sys.modules["nccl"].core.get_version().libnccl
+    monkeypatch.setattr(library.version, "release", (2, 21, 5))  # without a call that the package makes
+    assert carrier_of("nccl") is TorchCarrier
+    monkeypatch.setattr(sys.modules["nccl"].core, "get_version", lambda: SimpleNamespace(libnccl=None))
+    assert carrier_of("nccl") is TorchCarrier
+
+
+def test_buckets_are_those_of_the_carrier():
+    assert (HOST.bucket_bytes, HOST.slice_bytes) == (8 * MIB, 8 * MIB)
+    assert (DEVICE.bucket_bytes, DEVICE.slice_bytes) == (256 * MIB, None)
+    assert VLLMCollectiveTransport(device="cpu").bucket_bytes == HOST.bucket_bytes

@@ -27,6 +27,7 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError, 
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import notes as notes_module
+from torchrl_ext.data.group.backends import TorchCarrier
 from torchrl_ext.data.group.links import Link
 from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership, Note, host
 from torchrl_ext.data.group.meeting import enter as enter_room
@@ -229,6 +230,7 @@ def test_a_note_has_a_bound():
 
 def note(**changes):
     own = {"world_size": 2, "process": "pid 1", "params": (ParamMeta("p", torch.int8, (3,)),), "backend": "gloo"}
+    own["library"] = "torch"
     return Note(**{**own, "settings": {"A": "1"}, "token": "t", **changes})
 
 
@@ -309,6 +311,7 @@ def test_notes_have_room_for_groups_that_come_and_go(monkeypatch):
     [
         ({"world_size": 3}, "3 as world_size, and rank 0 has 2"),
         ({"backend": "nccl"}, "nccl as backend, and rank 0 has gloo"),
+        ({"library": "nccl4py"}, "nccl4py as the library that carries its bytes, and rank 0 has torch"),
         ({"settings": {"A": "1", "B": "0"}}, "0 as the environment variable B, and rank 0 has nothing"),
         ({"params": (ParamMeta("q", torch.int8, (3,)),)}, "nothing as parameter 'p', and rank 0 has p int8"),
     ],
@@ -321,12 +324,14 @@ def test_ranks_that_disagree_are_named_with_what_each_has(changes, words, kept):
 
 def test_group_forms_only_after_every_rank_exchanged(monkeypatch):
     """A rank whose connections are there, but which takes no part in the first exchange, is waited for in vain."""
-    port, whole, frozen = free_port(), Group._exchange, threading.Event()
+    port, whole, frozen = free_port(), Group.total, threading.Event()
 
-    def exchange(self, until):
-        return whole(self, until) if self.rank != 1 else (frozen.wait(WAIT_S), whole(self, until))
+    def total(self, own):
+        if self.rank == 1:
+            frozen.wait(WAIT_S)
+        return whole(self, own)
 
-    monkeypatch.setattr(Group, "_exchange", exchange)
+    monkeypatch.setattr(Group, "total", total)
     trainer, worker = member(port, 0, 2, timeout_s=SHORT_S), member(port, 1, 2)
 
     def form():
@@ -390,8 +395,9 @@ def nccl_groups(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     with stores() as ends:
         peers = {0: "the trainer", 1: "the worker"}
-        seats = [Seat(end, "7", rank, peers, torch.device("cpu"), Deadline(WAIT_S)) for rank, end in enumerate(ends)]
-        yield beside(*(lambda seat=seat: form_group(seat, "nccl") for seat in seats)), ends[0]
+        cpu = torch.device("cpu")
+        seats = [Seat(end, "7", rank, peers, cpu, "nccl", Deadline(WAIT_S)) for rank, end in enumerate(ends)]
+        yield beside(*(lambda seat=seat: form_group(seat, TorchCarrier) for seat in seats)), ends[0]
 
 
 def test_nccl_ids_stay_behind_secret_and_transfers_are_grouped(monkeypatch):
@@ -400,17 +406,17 @@ def test_nccl_ids_stay_behind_secret_and_transfers_are_grouped(monkeypatch):
     monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: opened.append(a))
     with nccl_groups(monkeypatch) as ((own, other), trainer):
         assert not opened
-        store = other.pg.store
+        store = other.carrier._backend.store
         with pytest.raises(RuntimeError):
             open_store("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
         flats = [torch.zeros(9, dtype=torch.uint8) for _ in range(3)]
         with own.together():
             works = [own.send(flats[0], 1), own.receive(flats[1], 1)]
-            assert own.pg.calls == []
+            assert own.carrier._backend.calls == []
         works.append(own.receive(flats[2], 1))
         for work in works:
             own.wait(work)
-        assert own.pg.calls == [[("send", 1), ("recv", 1)], [("recv", 1)]]
+        assert own.carrier._backend.calls == [[("send", 1), ("recv", 1)], [("recv", 1)]]
         assert [int(flat[0]) for flat in flats] == [0, 7, 7]
         other.sever()
         own.sever()

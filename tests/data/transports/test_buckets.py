@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.process_group import HOST as SIZES
 from torchrl_ext.data.transports.buckets import BufferPool, Lander, Packer, layout
-from torchrl_ext.data.transports.collective import DIRECT_BYTES, buckets_of
+from torchrl_ext.data.transports.collective import buckets_of
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
 
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def carry(buckets, params, sent, into, *, lasting):
 def test_broadcast_buckets_have_bounded_size_or_one_large_tensor(tensors, bucket_bytes):
     """Broadcast tensors arrive in full buckets of bounded size; a large tensor travels alone."""
     params, sent, into = made(tensors)
-    buckets, capacity = buckets_of(params, bucket_bytes), bucket_bytes - bucket_bytes // 8
+    buckets, capacity = buckets_of(params, bucket_bytes, SIZES), bucket_bytes - bucket_bytes // 8
     for bucket in buckets:
         held = [params[index] for span in bucket.spans for index in range(span.first, span.stop)]
         assert bucket.nbytes <= capacity or bucket.direct
@@ -96,8 +97,9 @@ def test_what_goes_through_a_staging_buffer_fills_it_and_arrives(tensors, size):
 
 def test_large_tensors_stay_uncopied_with_large_bucket_sizes():
     """A bucket size above the direct size still sends large tensors without a copy."""
-    params = (ParamMeta("large", torch.uint8, (DIRECT_BYTES,)), ParamMeta("small", torch.uint8, (DIRECT_BYTES - 1,)))
-    assert [bucket.direct for bucket in buckets_of(params, 8 * DIRECT_BYTES)] == [True, False]
+    direct = SIZES.direct_bytes
+    params = (ParamMeta("large", torch.uint8, (direct,)), ParamMeta("small", torch.uint8, (direct - 1,)))
+    assert [bucket.direct for bucket in buckets_of(params, 8 * direct, SIZES)] == [True, False]
 
 
 def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from torchrl_ext.base.deadline import Deadline, in_thread
-from torchrl_ext.base.errors import TransportError
+from torchrl_ext.base.errors import TransportError, WeightSyncError
 
 __all__ = ["brief", "in_time", "made_in_time", "run_beside", "sever_at_exit", "wait_for_at_exit"]
 
@@ -44,11 +44,14 @@ def made_in_time(make: Callable[[], Any], within: Deadline) -> Any:
     """Return the result of ``make``; gloo itself waits several timeouts for a dead peer.
 
     Raises:
+        WeightSyncError: as ``make`` raised it.
         TransportError: torch could not make the connections, or another thread ended the wait.
         DeadlineError: it took too long.
     """
     try:
         made = in_time(make, within)
+    except WeightSyncError:
+        raise
     except RuntimeError as error:
         raise TransportError(f"connections could not be made: {brief(error)}") from error
     if made:

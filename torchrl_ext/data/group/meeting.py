@@ -23,8 +23,9 @@ from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
 from torchrl_ext.base.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire, is_loopback
-from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.links import ranks_text
+from torchrl_ext.data.group.nccl import settings
 from torchrl_ext.data.group.notes import HostedNotes, NoteStore, RemoteNotes
 from torchrl_ext.data.group.process_group import Group, Seat, form_group, severed
 
@@ -50,10 +51,6 @@ LAST_WORDS_S = 1.0
 
 LOOK_S = 0.5
 """How often a rank that waits looks whether its group is still there."""
-
-_SETTINGS = {"nccl": ("NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE")}
-"""Environment variables, by backend, that must be the same on all ranks of a communicator, which else hangs or fails in
-the middle of an update; engines set some for themselves (vLLM sets ``NCCL_CUMEM_ENABLE=0``)."""
 
 _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
     kind.__name__: kind for kind in (ConfigError, ManifestError, DeadlineError, TransportError)
@@ -140,7 +137,7 @@ class Membership(Member):
         address, port: where workers reach the trainer's notes.
         secret: of trainer and workers; "" lets in whoever finds the port, unless a control layer passes on one that
             the trainer makes.
-        device, backend: of the groups; the backend is ``"gloo"`` or ``"nccl"``.
+        device, backend: of the groups, as `choose_backend` returns them.
         timeout_s: deadline of every wait, in seconds.
     """
 
@@ -242,9 +239,9 @@ class Membership(Member):
                     return
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
-        seat = Seat(notes, generation, rank, peers, self.device, self._deadline())
+        seat = Seat(notes, generation, rank, peers, self.device, self.backend, self._deadline())
         try:
-            self._group = form_group(seat, self.backend)
+            self._group = form_group(seat, carrier_of(self.backend))
         except (TransportError, DeadlineError) as error:
             raise type(error)(
                 f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
@@ -272,7 +269,8 @@ class Membership(Member):
             process=f"pid {os.getpid()} on {socket.gethostname()}",
             params=params,
             backend=self.backend,
-            settings={name: os.environ.get(name) for name in _SETTINGS.get(self.backend, ())},
+            library=carrier_of(self.backend).library,
+            settings=settings() if self.backend == "nccl" else {},
         )
 
 
@@ -283,8 +281,9 @@ class Note(Wire, frozen=True, kw_only=True):
         world_size: number of ranks that it expects; None leaves that to the trainer.
         process: how to call its process in a message.
         params: the parameters that it expects to be moved; empty for any.
-        backend: ``"gloo"`` or ``"nccl"``.
-        settings: variables of its environment on which ranks must agree, and None for those that are not set.
+        backend: as in `Seat`.
+        library: of its carrier.
+        settings: variables of its environment on which ranks must agree, as far as they are set.
         token: names the note in which the trainer answers.
     """
 
@@ -292,7 +291,8 @@ class Note(Wire, frozen=True, kw_only=True):
     process: str
     params: Params
     backend: str
-    settings: dict[str, str | None]
+    library: str
+    settings: dict[str, str]
     token: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -399,6 +399,8 @@ def _claims(own: Note, note: Note) -> Iterator[tuple[str, object, object, str]]:
     if note.world_size is not None:
         yield "world_size", note.world_size, own.world_size, "give 1 + the number of workers"
     yield "backend", note.backend, own.backend, "give backend= on every rank, or devices of the same kind"
+    hint = "install nccl4py (pip install 'torchrl_ext[nccl]') on every rank, or on none"
+    yield "the library that carries its bytes", note.library, own.library, hint
     for name in [*own.settings, *note.settings]:
         theirs = note.settings.get(name)
         hint = f"start the trainer with {name}={theirs}" if theirs else f"start all without {name}"

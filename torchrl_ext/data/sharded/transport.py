@@ -11,7 +11,7 @@ import torch
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.handoffs import GroupMailbox
 from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Membership
 from torchrl_ext.data.group.ranks import Steps
@@ -22,9 +22,6 @@ from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
-
-BUCKET_BYTES = 8 << 20
-"""Default limit on the bytes that a trainer rank sends, and a worker receives, in one round; two rounds overlap."""
 
 
 class ShardedTransport(StandaloneTransport):
@@ -41,9 +38,9 @@ class ShardedTransport(StandaloneTransport):
         workers: without a control layer, the number of workers.
         device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
             one.
-        backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on the CPU.
+        backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
         bucket_bytes: largest number of bytes that a trainer rank sends, and a worker receives, in one round; two rounds
-            overlap.
+            overlap. None takes 8 MiB over gloo, and 256 MiB between devices.
         secret: as in `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
 
@@ -78,11 +75,14 @@ class ShardedTransport(StandaloneTransport):
         device: torch.device | str | int | None = None,
         *,
         backend: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
+        chosen, made = choose_backend(device, backend)
+        if bucket_bytes is None:
+            bucket_bytes = carrier_of(made).sizes.bucket_bytes
         if bucket_bytes < 1 or not timeout_s > 0 or not 0 <= int(master_port) < 1 << 16:
             raise ConfigError(
                 f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}",
@@ -90,7 +90,6 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        chosen, made = choose_backend(device, backend)
         member = Membership(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
         self._workers, self._number = workers, worker
         self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)

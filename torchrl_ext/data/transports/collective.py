@@ -18,10 +18,10 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
 from torchrl_ext.base.types import Count, Info, ParamMeta
 from torchrl_ext.data.group import handoffs
-from torchrl_ext.data.group.backends import choose_backend
+from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
 from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Member, Membership
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.process_group import Group, Sizes
 from torchrl_ext.data.transports import collective as stream
 from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, BufferPool, Lander, Packer, layout
@@ -29,9 +29,6 @@ from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 
 __all__ = [
-    "BUCKET_BYTES",
-    "DIRECT_BYTES",
-    "SLICE_BYTES",
     "CollectiveWorker",
     "Incoming",
     "VLLMCollectiveTransport",
@@ -40,17 +37,8 @@ __all__ = [
     "send_buckets",
 ]
 
-BUCKET_BYTES = 8 << 20
-"""Default size of a bucket, in bytes."""
-
-DIRECT_BYTES = 1 << 20
-"""From this size on a copy into a bucket costs more than a broadcast of its own (measured with gloo)."""
-
 _SPARE = 8
 """An eighth of a bucket stays free: two in flight, with the lists that go along, then take less than two buckets."""
-
-SLICE_BYTES = 8 << 20
-"""Size of the slices of large tensors; several in flight keep every connection of the group busy."""
 
 _PACKED = 2
 """Filled buckets in flight, in sizes of a bucket: a send holds no more memory of its own. Small ones between large
@@ -62,10 +50,10 @@ _FLYING_BUCKETS = 8
 in memory costs none, unless the source makes its tensors on the way (a gather, a cast)."""
 
 
-def buckets_of(params: tuple[ParamMeta, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
+def buckets_of(params: tuple[ParamMeta, ...], bucket_bytes: int, sizes: Sizes) -> tuple[Bucket, ...]:
     """Return the buckets in which ``params`` are broadcast; a ``bucket_bytes`` of 0 gives each tensor its own."""
     capacity = bucket_bytes - bucket_bytes // _SPARE
-    return layout(params, capacity, min(DIRECT_BYTES, capacity) or 1)
+    return layout(params, capacity, min(sizes.direct_bytes, capacity) or 1)
 
 
 class _Window:
@@ -75,17 +63,15 @@ class _Window:
         broadcasts: what they run on.
         buckets: all that will be broadcast.
         bucket_bytes: size of a bucket; 0 lets nothing overlap.
-        slice_bytes: size of a broadcast, of which a large tensor takes several; None broadcasts every bucket as one.
+        sliced: whether large buckets take several broadcasts, as the carrier likes it.
 
     Attributes:
         flying: buckets that were started and did not land yet, with their works and bytes, oldest first.
     """
 
-    def __init__(
-        self, broadcasts: Group, buckets: Sequence[Bucket], bucket_bytes: int, slice_bytes: int | None
-    ) -> None:
+    def __init__(self, broadcasts: Group, buckets: Sequence[Bucket], bucket_bytes: int, sliced: bool) -> None:
         self._broadcasts, self._pool = broadcasts, BufferPool(broadcasts.device)
-        self._slice_bytes = slice_bytes
+        self._slice_bytes = broadcasts.carrier.sizes.slice_bytes if sliced else None
         self.flying: deque[tuple[Bucket, list[Any], Tensor]] = deque()
         self._limit, self._limit_bytes = (_FLYING, _FLYING_BUCKETS * bucket_bytes) if bucket_bytes else (0, 0)
         self._bytes = self._packed = 0
@@ -134,7 +120,7 @@ def send_buckets(
     packer: Packer,
     *,
     bucket_bytes: int,
-    slice_bytes: int | None = SLICE_BYTES,
+    sliced: bool = True,
 ) -> None:
     """Broadcast everything that ``packer`` packs (trainer end).
 
@@ -142,7 +128,7 @@ def send_buckets(
         TransportError, DeadlineError: as `Group.wait`.
         ManifestError: the source is not what was declared.
     """
-    window = _Window(broadcasts, buckets, bucket_bytes, slice_bytes)
+    window = _Window(broadcasts, buckets, bucket_bytes, sliced)
     for bucket in buckets:
         while not window.admits(bucket):
             window.land()
@@ -166,7 +152,7 @@ class Incoming:
         buckets: layout of ``params``.
         params: what arrives.
         into: tensors that may be filled directly.
-        bucket_bytes, slice_bytes: of the sender.
+        bucket_bytes, sliced: of the sender.
     """
 
     def __init__(
@@ -177,10 +163,10 @@ class Incoming:
         into: Mapping[str, Tensor],
         *,
         bucket_bytes: int,
-        slice_bytes: int | None = SLICE_BYTES,
+        sliced: bool = True,
     ) -> None:
         self._rest = deque(buckets)  # that were not started yet
-        self._window = _Window(broadcasts, buckets, bucket_bytes, slice_bytes)
+        self._window = _Window(broadcasts, buckets, bucket_bytes, sliced)
         self._lander = Lander(params, into, broadcasts.device)
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -228,8 +214,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
             one.
         vllm_engine: the engines that receive. The transport itself never calls them; a `TransportWeightUpdater` over it
             drives them, and a `WeightSender` takes them as an argument.
-        backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU.
-        bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time.
+        backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
+        bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time; None takes 8 MiB over gloo, and
+            256 MiB between devices.
         secret: without a control layer, a secret that only the ranks know; with "", anyone who finds the port can join.
             A control layer passes on a secret that the trainer creates.
         timeout_s: deadline of every wait, in seconds.
@@ -262,7 +249,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         vllm_engine: Any | None = None,
         *,
         backend: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
@@ -270,6 +257,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self.master_port = int(master_port)
         self.rank, self.world_size = rank or 0, world_size
         self.device, self.backend = choose_backend(device, backend)
+        if bucket_bytes is None:
+            bucket_bytes = carrier_of(self.backend).sizes.bucket_bytes
         self.bucket_bytes, self.vllm_engine = bucket_bytes, vllm_engine
         if bucket_bytes < 0 or not timeout_s > 0 or not 0 <= self.master_port < 1 << 16:
             raise ConfigError(
@@ -390,7 +379,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 )
         self._handoffs += 1
         load = CollectiveLoad(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
-        buckets = stream.buckets_of(params, self.bucket_bytes)
+        buckets = stream.buckets_of(params, self.bucket_bytes, group.carrier.sizes)
         return broadcast(self.member, load, update, buckets, bucket_bytes=self.bucket_bytes)
 
     def attend(self, within: Deadline) -> CollectiveWorker:
@@ -428,7 +417,7 @@ class CollectiveWorker(GroupWorker):
     load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
 
     def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
-        buckets = stream.buckets_of(arrival.params, load.bucket_bytes)
+        buckets = stream.buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
         return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
 
 

@@ -13,11 +13,13 @@ dtype. So a tensor must begin at a multiple of its element size.
   broadcasts, each of which ends with the tensor that makes it larger than the size agreed on. We also end a call before
   a tensor that would not be aligned, since every call begins a new broadcast.
 
-Groups are formed as stock engines form them, by a store of torch's at the trainer, without a note of ours. Both makes
-build the keys of a backend's store as `torch.distributed` does where a group of a given name is made beside the default
-one: ``NAME``, then ``NAME/``, then the kind of device. SGLang does exactly that
-(`sglang.srt.utils.init_custom_process_group`), and begins with the first broadcast. vLLM takes the unique id that NCCL
-leaves in the store, and adds up one number first (`vllm.distributed.device_communicators.pynccl`).
+Groups are formed as stock engines form them, by a store of torch's at the trainer, without a note of ours. The keys of
+a backend's store are those of `torch.distributed` where a group of a given name is made beside the default one:
+``NAME``, then ``NAME/``, then the kind of device. SGLang makes its group so
+(`sglang.srt.utils.init_custom_process_group`), and begins with the first broadcast; its end is a process group of
+torch's, and over NCCL ours is one, too, watchdog included. vLLM takes a unique id of NCCL's, and adds up one number
+first (`vllm.distributed.device_communicators.pynccl`): our end carries by nccl4py where it can, and else leaves the id
+to torch, which puts it in the store.
 
 The port has no secret, because stock engines send none: anyone who reaches it while a group forms can take a rank.
 """
@@ -25,7 +27,7 @@ The port has no secret, because stock engines send none: anyone who reaches it w
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -41,13 +43,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.group.backends import choose_backend, gloo_options, nccl_options
+from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, choose_backend
 from torchrl_ext.data.group.calls import made_in_time, run_beside
 from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
 from torchrl_ext.data.group.links import dial, listen
 from torchrl_ext.data.group.meeting import Member
+from torchrl_ext.data.group.nccl import NcclCarrier, new_unique_id, package
 from torchrl_ext.data.group.notes import NoteStore
-from torchrl_ext.data.group.process_group import Group, Seat
+from torchrl_ext.data.group.process_group import Carrier, Group, Seat
 from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
@@ -58,7 +61,8 @@ __all__ = ["NAME", "GroupInvitation", "Meeting", "NativeTransport"]
 NAME = "torchrl_ext"
 """Of the group, where a trainer gives it no other."""
 
-_GLOO_THREADS = 2  # as torch gives a backend with one device
+_GLOO = {"devices": 1, "threads": 2}  # as torch makes it
+_ID_KEY = "0"  # under which torch's first communicator looks for its unique id
 _MOST_RANKS = 128
 """From one more on NCCL makes a communicator by several unique ids (NCCL_RANKS_PER_ROOT), which vLLM does not."""
 
@@ -108,8 +112,8 @@ class Meeting(Member):
     def __init__(self, make: str, where: GroupInvitation, rank: int, *, device: torch.device, within: Deadline) -> None:
         self.make, self.rank, self._where, self._device = make, rank, where, device
         super().__init__()
-        self._unformed: Any = None
-        self._making: Future[Any] | None = None
+        self._unformed: Group | None = None
+        self._making: Future[Group] | None = None
         self._kept: Any = None
         if make == "vllm" and where.backend == "nccl" and where.world_size > _MOST_RANKS:
             raise TransportError(
@@ -134,12 +138,18 @@ class Meeting(Member):
         """
         if self.make == "sglang" or self._where.backend != "nccl":
             return self._where
-        making = self._making = run_beside(self._nccl)  # in which NCCL leaves its id, and then waits for the others
-        within.poll(lambda: self._keys.check(["0"]) or making.done(), "NCCL gave no unique id")
-        if making.done():
-            making.result()
-        unique_id = base64.b64encode(self._keys.get("0")).decode("ascii")
-        return msgspec.structs.replace(self._where, nccl_unique_id_b64=unique_id)
+        if package() is not None:
+            unique_id = made_in_time(new_unique_id, within)
+            self._keys.set(_ID_KEY, unique_id)  # for ranks with our plugin that have no nccl4py
+        else:
+            making = self._making = run_beside(partial(self._made, within.again()))  # leaves its id, and then waits
+            within.poll(lambda: self._keys.check([_ID_KEY]) or making.done(), "NCCL gave no unique id")
+            if making.done():
+                making.result()
+            unique_id = self._keys.get(_ID_KEY)
+        unique_id_b64 = base64.b64encode(unique_id).decode("ascii")
+        self._where = msgspec.structs.replace(self._where, nccl_unique_id_b64=unique_id_b64)
+        return self._where
 
     def form(self, within: Deadline) -> None:
         """Wait until every rank is there; the meeting ends where one is not.
@@ -150,12 +160,9 @@ class Meeting(Member):
         """
         address, port, size = self._where.master_address, self._where.master_port, self._where.world_size
         try:
-            pg = made_in_time(self._maker(within), within)
+            make = partial(self._made, within) if self._making is None else self._making.result
+            self._group = made_in_time(make, within)
             self._unformed = None
-            peers = {0: "the trainer", **dict.fromkeys(range(1, size), "of an engine")}
-            notes, name = _NoNotes(address, port, ""), self._where.group_name
-            seat = Seat(notes, name, self.rank, peers, self._device, within)
-            self._group = Group(seat, pg, self._where.backend, None)
             if self._store is None:
                 raise TransportError("another thread ended the group")
         except BaseException as error:
@@ -169,35 +176,34 @@ class Meeting(Member):
                 hint="read the engines' logs; they must reach this address (master_address) and port",
             ) from error
 
-    def _maker(self, within: Deadline) -> Callable[[], Any]:
-        if self._making is not None:
-            return self._making.result
-        if self._where.backend == "nccl":
-            return self._nccl
-        where = self._where.master_address, self._where.master_port
-        options = gloo_options(*where, within, devices=1, threads=_GLOO_THREADS)
-        return partial(dist.ProcessGroupGloo, self._keys, self.rank, self._where.world_size, options)
-
-    def _nccl(self) -> Any:
-        pg: Any = dist.ProcessGroupNCCL(self._keys, self.rank, self._where.world_size, nccl_options())
-        self._unformed = pg
-        if self.make == "vllm":
-            with torch.cuda.device(self._device):
-                pg.allreduce([torch.zeros(1, device=self._device)]).wait()
-        return pg
+    def _made(self, within: Deadline) -> Group:
+        where = self._where
+        peers = {0: "the trainer", **dict.fromkeys(range(1, where.world_size), "of an engine")}
+        notes = _NoNotes(where.master_address, where.master_port, "")
+        seat = Seat(notes, where.group_name, self.rank, peers, self._device, where.backend, within)
+        first = self.make == "vllm" and where.backend == "nccl"
+        carrier: Carrier
+        if where.backend != "nccl":
+            carrier = GlooCarrier(seat, self._keys, **_GLOO)
+        elif first and package() is not None:
+            carrier = NcclCarrier(seat, base64.b64decode(where.nccl_unique_id_b64 or ""))
+        else:
+            carrier = TorchCarrier(seat, self._keys)
+        group = self._unformed = Group(seat, carrier)
+        if first:
+            group.total(0.0)
+        return group
 
     def close(self) -> None:
         """End the group, and every wait in it. May be called twice.
 
         Workers that still wait at the trainer's store see its connections closed; a thread of this process does, too.
         """
-        formed, self._group = self._group, None
-        unformed, self._unformed = self._unformed, None
+        groups, self._group, self._unformed = (self._group, self._unformed), None, None
         self._kept = self._store = self._keys = None
-        if formed is not None:
-            formed.sever()
-        elif unformed is not None:
-            run_beside(unformed.abort)
+        for group in groups:
+            if group is not None:
+                group.sever()
 
 
 def _keep_store(host: str, port: int, within: Deadline) -> Any:
@@ -387,7 +393,7 @@ class NativeTransport(StandaloneTransport):
             bucket_bytes=bucket_bytes,
             calls=calls,
         )
-        handoff = broadcast(meeting, load, update, buckets, bucket_bytes=bucket_bytes, slice_bytes=None)
+        handoff = broadcast(meeting, load, update, buckets, bucket_bytes=bucket_bytes, sliced=False)
 
         def transfer(within: Deadline) -> None:
             try:
@@ -453,4 +459,4 @@ class NativeWorker(GroupWorker):
 
     def incoming(self, group: Group, load: NativeLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
         buckets, _ = layout_of(arrival.params, load.make, load.bucket_bytes)
-        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes, slice_bytes=None)
+        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes, sliced=False)
