@@ -11,10 +11,13 @@ import itertools
 import queue
 import sys
 import threading
+import weakref
 from collections import defaultdict, deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from tests.data.group.members import WAIT_S
+from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.data.group import nccl
 
 SUCCESS, REMOTE_ERROR, IN_PROGRESS = 0, 6, 7
@@ -98,6 +101,10 @@ class Fabric:
         self.members, self.boxes, self.asked = defaultdict(dict), defaultdict(deque), set()
         self.seen = defaultdict(list)
 
+    def until(self, over):
+        """Wait for what another thread does."""
+        assert any(over() for _ in Deadline(WAIT_S).pauses(longest_s=_TURN_S))
+
 
 class UniqueId:
     made = itertools.count(1)
@@ -173,20 +180,20 @@ def core(fabric):
             for kind, flat, peer in calls:
                 others = [rank for rank in range(self.size) if rank != self.rank]
                 targets = {"send": [peer], "broadcast": others * (self.rank == 0), "sum": others}.get(kind, [])
-                sent += [self._put("pair" if kind == "send" else "all", to, flat) for to in targets]
+                sent += [self._put("pair" if kind == "send" else "all", to, flat().clone()) for to in targets]
             for kind, flat, peer in calls:
                 if kind == "recv":
-                    self._take("pair", peer, flat.copy_)
+                    self._take("pair", peer, lambda came, own=flat: own().copy_(came))
                 elif kind == "broadcast" and self.rank:
-                    self._take("all", 0, flat.copy_)
+                    self._take("all", 0, lambda came, own=flat: own().copy_(came))
                 elif kind == "sum":
                     for other in range(self.size):
                         if other != self.rank:
-                            self._take("all", other, flat.add_)
+                            self._take("all", other, lambda came, own=flat: own().add_(came))
             self._spin(lambda: all(one.taken for one in sent))
 
         def _put(self, kind, to, flat):
-            parcel = SimpleNamespace(flat=flat.clone(), taken=False)
+            parcel = SimpleNamespace(flat=flat, taken=False)
             with fabric.changed:
                 fabric.boxes[self.key, kind, self.rank, to].append(parcel)
                 fabric.changed.notify_all()
@@ -213,14 +220,16 @@ def core(fabric):
         yield
         calls, local.calls = local.calls, None
         own, stream = calls[0][0], STREAMS[calls[0][-1]]
-        if own.get_async_error() != SUCCESS:
-            raise NCCLError("invalid usage: the last call was not posted")
+        if (state := own.get_async_error()) != SUCCESS:
+            raise NCCLError(WORDS.get(state, "invalid usage: the last call was not posted"))
         fabric.seen[own.rank].append([(kind, peer) for _, kind, _, peer, _ in calls])
         pairs = [(own.key, own.rank, peer) for _, _, _, peer, _ in calls if peer is not None]
         with fabric.changed:
             fabric.asked.update(pairs)
         own.awaits = [(key, peer, rank) for key, rank, peer in pairs]
-        stream.put(lambda: own.run([call[1:4] for call in calls]))
+        # NCCL has addresses, and keeps nobody's memory
+        kept = [(kind, weakref.ref(flat), peer) for _, kind, flat, peer, _ in calls]
+        stream.put(lambda: own.run(kept))
 
     library = SimpleNamespace(version=SimpleNamespace(release=(2, 28, 9)))
     return SimpleNamespace(

@@ -1,0 +1,304 @@
+"""What is NCCL's own: errors that come by themselves, streams, memory after an abort, and its environment."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.data.group import fake_nccl
+from tests.data.group.contract import MIB, CarrierContract, arrived
+from tests.data.group.members import SHORT_S, WAIT_S, beside
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.group import nccl
+from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.data.group.nccl import NcclCarrier
+from torchrl_ext.data.group.process_group import DEVICE, form_group
+from torchrl_ext.data.transports import native
+from torchrl_ext.data.transports.buckets import Packer
+from torchrl_ext.data.transports.collective import Incoming, buckets_of, send_buckets
+from torchrl_ext.data.transports.native import GroupInvitation, Meeting
+
+CPU = torch.device("cpu")
+
+
+class Kit(CarrierContract):
+    __test__ = False
+    backend = "nccl"
+
+    def carrier(self, seat):
+        return NcclCarrier(seat)
+
+
+KIT = Kit()
+
+
+@pytest.fixture
+def fabric(monkeypatch):
+    return fake_nccl.install(monkeypatch)
+
+
+@contextmanager
+def met(size=2, **how):
+    """Ends of a group, of which ranks 0 and 1 have exchanged a byte: their connection is there."""
+    with KIT.groups(size, **how) as ends:
+        first, second = ends[:2]
+        sends = lambda: first.wait(first.send(KIT.filled(1), 1))  # noqa: E731
+        assert beside(sends, lambda: second.wait(second.receive(KIT.blank(1), 0))) == [None, None]
+        yield ends
+
+
+# errors
+
+
+def test_an_asynchronous_error_ends_the_wait_in_nccls_words(fabric):
+    with met() as (first, _):
+        work = first.receive(KIT.blank(9), 1)
+        assert first.carrier.error() == ""
+        first.carrier._communicator.failed = fake_nccl.REMOTE_ERROR
+        words = r"from rank 1 \(pid 1001\): NCCL reports remote process exited.*\(socket closed\)"
+        with pytest.raises(TransportError, match=words):
+            first.wait(work)
+        with pytest.raises(TransportError, match=r"to rank 1 \(pid 1001\): NCCL failed: remote process exited"):
+            first.send(KIT.filled(9), 1)
+    with met():
+        pass  # the process lives, and the next group forms
+
+
+def test_what_an_abort_cuts_short_has_not_landed(fabric):
+    """Its stream goes on as if it had."""
+    with met() as (first, _):
+        work = first.receive(KIT.blank(9), 1)
+        first.carrier.abort()
+        fabric.until(lambda: first.carrier.arrives(work, 0.1))
+        assert "aborted" in str(work.failure) and work.landed == 0
+
+
+def test_an_error_while_a_communicator_forms_is_raised(fabric, monkeypatch):
+    core = sys.modules["nccl"].core
+    monkeypatch.setattr(core.Communicator, "get_async_error", lambda self: fake_nccl.REMOTE_ERROR)
+    with KIT.seats(2) as seats, pytest.raises(TransportError, match="could not be made: NCCL reports remote process"):
+        form_group(seats[0], NcclCarrier)
+
+
+def test_a_communicator_that_does_not_form_is_aborted(fabric):
+    with KIT.seats(2, SHORT_S) as seats:
+        with pytest.raises(DeadlineError, match="NCCL formed no communicator with the other end within 1 s"):
+            form_group(seats[0], NcclCarrier)
+        fabric.until(lambda: fabric.seen[0] == ["abort"])
+
+
+def test_a_stop_ends_the_wait_for_a_communicator(fabric):
+    with KIT.seats(2) as seats:
+        threading.Timer(0.2, seats[0].within.stop.set).start()
+        with pytest.raises(TransportError, match=r"formed no communicator .* an abort, ended the wait"):
+            form_group(seats[0], NcclCarrier)
+
+
+@pytest.mark.parametrize("left", ["no hex", 7, "00ff"])
+def test_a_damaged_unique_id_is_refused(left, fabric):
+    with KIT.seats(2) as seats:
+        seats[0].notes.put("1/group/nccl", left)
+        with pytest.raises(TransportError, match=r"rank 0 left .* 128 bytes|buffer length must be 128 bytes"):
+            form_group(seats[1], NcclCarrier)
+
+
+def test_errors_of_the_packages_own_classes_are_translated(fabric, monkeypatch):
+    def broken(self, flat, peer, *, stream):
+        raise fake_nccl.NCCLError("invalid argument")
+
+    with met() as (first, _):
+        monkeypatch.setattr(sys.modules["nccl"].core.Communicator, "send", broken)
+        with pytest.raises(TransportError, match=r"to rank 1 \(pid 1001\): NCCL failed: invalid argument"):
+            first.send(KIT.filled(9), 1)
+
+
+# streams and memory
+
+
+def test_bytes_are_read_behind_what_the_caller_queued(fabric):
+    """On a stream of the carrier's own; and what the caller queues after the wait runs behind the transfer."""
+    go = threading.Event()
+    with met() as (first, second):
+        flat, read, stream = KIT.blank(9), KIT.blank(9), nccl.cuda.current_stream()
+        stream.put(go.wait)
+        stream.put(lambda: flat.fill_(7))
+        work = first.broadcast(flat)
+        lands = second.broadcast(read)
+        assert not first.carrier.arrives(work, 0.2)
+        go.set()
+        landed = work.handle
+        first.wait(work)
+        second.wait(lands)
+        assert int(read[0]) == 7
+        assert first.carrier._stream is not stream and stream.waited[-2] is landed
+
+
+def test_one_call_begins_all_transfers_of_a_block(fabric):
+    with met() as (first, second):
+        del fabric.seen[0][:]
+        flats = [KIT.blank(9) for _ in range(4)]
+
+        def run(end, calls):
+            with end.together():
+                works = [getattr(end, call)(flat, 1 - end.rank) for call, flat in calls]
+            for work in works:
+                end.wait(work)
+
+        own, other = zip(["send", "receive"], flats[:2], strict=True), zip(["receive", "send"], flats[2:], strict=True)
+        assert beside(lambda: run(first, own), lambda: run(second, other)) == [None, None]
+        assert fabric.seen[0] == [[("send", 1), ("recv", 1)]]
+
+
+def test_a_large_tensor_travels_uncut_between_devices(fabric):
+    """Slices keep several connections of gloo busy; a device has its own way."""
+    meta = ParamMeta("large", torch.uint8, (20 * MIB,))
+    buckets = buckets_of((meta,), 256 * MIB, DEVICE)
+    with met() as (first, second):
+        del fabric.seen[0][:]
+        packer = Packer((meta,), iter([(meta, KIT.filled(20 * MIB))]))
+        sends = lambda: send_buckets(first, buckets, packer, bucket_bytes=256 * MIB)  # noqa: E731
+        incoming = Incoming(second, buckets, (meta,), {}, bucket_bytes=256 * MIB)
+        _, received = beside(sends, lambda: dict(incoming.pairs()))
+        assert arrived(received["large"], 0)
+        assert fabric.seen[0] == [[("broadcast", None)]]
+
+
+def test_memory_is_held_until_an_abort_is_over(fabric, monkeypatch):
+    """A kernel of NCCL's may write it until then, when the caller has long dropped it."""
+    ended, abort = threading.Event(), sys.modules["nccl"].core.Communicator.abort
+    with met() as (first, _):
+        flat = KIT.blank(9)
+        memory = weakref.ref(flat)
+        work = first.receive(flat, 1)
+        monkeypatch.setattr(
+            sys.modules["nccl"].core.Communicator, "abort", lambda self: (ended.wait(WAIT_S), abort(self))
+        )
+        first.sever()
+        del flat, work
+        gc.collect()
+        assert memory() is not None
+        ended.set()
+        fabric.until(lambda: memory() is None)
+
+
+# the environment
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """A vLLM that pins variables of NCCL's for its own communicators, as its `vllm.utils.nccl` does."""
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    monkeypatch.setenv("NCCL_ALGO", "ring,tree;allreduce:tree")
+    monkeypatch.setenv("NCCL_NTHREADS", "64")
+
+    @contextmanager
+    def unpinned_nccl_env():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("NCCL_PROTO", raising=False)
+            patch.setenv("NCCL_ALGO", "ring")
+            yield
+
+    monkeypatch.setitem(sys.modules, "vllm.utils.nccl", SimpleNamespace(unpinned_nccl_env=unpinned_nccl_env))
+
+
+def test_what_vllm_pins_for_itself_is_not_compared(pinned):
+    assert nccl.settings() == {"NCCL_ALGO": "ring", "NCCL_NTHREADS": "64"}
+    assert os.environ["NCCL_PROTO"] == "Simple"
+
+
+def test_communicators_form_without_what_vllm_pins(pinned, fabric, monkeypatch):
+    seen, core = [], sys.modules["nccl"].core
+    initialize, get_unique_id = core.Communicator.initialize, core.get_unique_id
+
+    def note():
+        seen.append((os.environ.get("NCCL_PROTO"), os.environ["NCCL_ALGO"]))
+
+    monkeypatch.setattr(core.Communicator, "initialize", lambda *args: (note(), initialize(*args)))
+    monkeypatch.setattr(core, "get_unique_id", lambda: (note(), get_unique_id())[1])
+    with KIT.seats(1) as seats:
+        form_group(seats[0], NcclCarrier).sever()
+    assert seen == [(None, "ring")] * 2
+    assert os.environ["NCCL_PROTO"] == "Simple"
+
+
+def test_a_setting_of_one_end_is_named_before_anything_forms(fabric, monkeypatch):
+    """NCCL_PROTO at one end only makes NCCL hang, and it says nothing."""
+    port = free_port()
+    members = [Membership("127.0.0.1", port, "", device=CPU, backend="nccl", timeout_s=WAIT_S) for _ in range(2)]
+    own = members[1]._own_note
+
+    def note(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NCCL_PROTO", "Simple")
+            return own(*args)
+
+    monkeypatch.setattr(members[1], "_own_note", note)
+    host = lambda: members[0].host(STANDALONE_GROUP, 2, ())  # noqa: E731
+    for failed in beside(host, lambda: members[1].enter(STANDALONE_GROUP, 1, 2, ())):
+        assert type(failed) is ConfigError and "rank 1 has Simple as the environment variable NCCL_PROTO" in str(failed)
+        assert "start the trainer with NCCL_PROTO=Simple" in str(failed)
+    assert not fabric.seen
+    for member in members:
+        member.close()
+
+
+def test_every_variable_that_vllm_pins_is_compared():
+    pins = "COLLNET_ENABLE NVLS_ENABLE P2P_NET_DISABLE MIN_NCHANNELS MAX_NCHANNELS PROTO ALGO NTHREADS"  # in 0.32
+    assert {f"NCCL_{name}" for name in pins.split()} <= set(nccl.SETTINGS)
+
+
+# the wire of stock vLLM
+
+
+@contextmanager
+def meetings(make):
+    port, ends = free_port(), []
+    where = GroupInvitation("127.0.0.1", port, 2, "torchrl_ext", "nccl")
+    try:
+        ends.append(Meeting(make, where, 0, device=CPU, within=Deadline(WAIT_S)))
+        invitation = ends[0].invite(Deadline(WAIT_S))
+        ends.append(Meeting(make, invitation, 1, device=CPU, within=Deadline(WAIT_S)))
+        yield ends, invitation
+    finally:
+        for end in ends:
+            end.close()
+
+
+def test_a_group_with_stock_vllm_is_carried_by_the_package(fabric):
+    with meetings("vllm") as (ends, invitation):
+        assert len(invitation.nccl_unique_id_b64) == 172  # base64 of 128 bytes
+        assert beside(*(lambda end=end: end.form(Deadline(WAIT_S)) for end in ends)) == [None, None]
+        groups = [end.carrier() for end in ends]
+        assert {type(group.carrier) for group in groups} == {NcclCarrier}
+        flats = [KIT.filled(9), KIT.blank(9)]
+        moves = [lambda pair=pair: pair[0].wait(pair[0].broadcast(pair[1])) for pair in zip(groups, flats, strict=True)]
+        assert beside(*moves) == [None, None]
+        assert arrived(flats[1], 0)
+
+
+def test_a_stock_worker_that_does_not_come_ends_the_meeting(fabric):
+    with meetings("vllm") as ((trainer, _), _):
+        with pytest.raises(DeadlineError, match=r"2 ranks of a group did not meet .* NCCL formed no communicator"):
+            trainer.form(Deadline(SHORT_S))
+        assert not trainer.connected
+
+
+def test_a_group_with_stock_sglang_stays_with_torch(fabric, monkeypatch):
+    """Its own end is a process group of torch's."""
+    made = []
+    monkeypatch.setattr(native, "TorchCarrier", lambda seat, store: made.append(store) or SimpleNamespace(abort=list))
+    with meetings("sglang") as (ends, invitation):
+        assert invitation.nccl_unique_id_b64 is None
+        ends[0].form(Deadline(WAIT_S))
+        assert made == [ends[0]._keys]
