@@ -18,6 +18,7 @@ EXTRAS = {
     "ray": ["ray>=2.40"],
     "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
+    "nccl": ["nccl4py>=0.6", "cuda-bindings>=12"],  # NCCL without torch's watchdog; NCCL itself comes with torch
     "s3": ["s3fs>=2024.6"],
     "plot": ["matplotlib>=3.8"],
     "router": ["vllm-router>=0.1.17"],  # vLLM's; a job that starts its own routers needs it

@@ -19,7 +19,7 @@ READS = ("msgspec.convert", "msgspec.json.decode", "msgspec.msgpack.decode")
 BELOW_SYNC = {"base", "data", "control"}
 ROOMS = {  # room: its floor, the rooms that it may import, the third parties that only rooms naming them may import
     "base": (1, set(), {"matplotlib"}),
-    "data": (2, {"base"}, set()),
+    "data": (2, {"base"}, {"nccl"}),
     "control": (2, {"base"}, {"aiohttp"}),
     "sync": (3, BELOW_SYNC, {"ray"}),
     "engines": (4, BELOW_SYNC | {"sync"}, {"vllm", "sglang"}),

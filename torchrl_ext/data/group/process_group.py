@@ -43,7 +43,7 @@ class Seat:
         rank: this process's.
         peers: how to call the process of each rank, this one included, in a message.
         device: where tensors must be.
-        backend: whose name torch knows: ``"gloo"``, ``"nccl"``, ...
+        backend: that carries tensors of the device, by the name that torch gives it: ``"gloo"``, ``"nccl"``, ...
         within: deadline of forming the group; every later wait has as many seconds.
     """
 
