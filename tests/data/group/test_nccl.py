@@ -289,7 +289,7 @@ def test_a_group_with_stock_vllm_is_carried_by_the_package(fabric):
 
 def test_a_stock_worker_that_does_not_come_ends_the_meeting(fabric):
     with meetings("vllm") as ((trainer, _), _):
-        with pytest.raises(DeadlineError, match=r"2 ranks of a group did not meet .* NCCL formed no communicator"):
+        with pytest.raises(DeadlineError, match="the 2 ranks of a group did not meet"):
             trainer.form(Deadline(SHORT_S))
         assert not trainer.connected
 

@@ -14,6 +14,7 @@ from tests.processes import calling, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError
 from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.group.process_group import HOST
 from torchrl_ext.data.transports.collective import buckets_of
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import any_bits
@@ -66,7 +67,7 @@ def test_failing_loader_is_named_and_the_next_update_passes():
         trainer = member(port, 0, 2)
         for stop_at in range(-1, COUNT):
             sent = packed(choice)
-            assert sum(not bucket.direct for bucket in buckets_of(as_source(sent).params(), BUCKET)) > 2
+            assert sum(not bucket.direct for bucket in buckets_of(as_source(sent).params(), BUCKET, HOST)) > 2
             ask(stop_at)
             if not trainer.check_connection():
                 trainer.init_all_workers_group({})

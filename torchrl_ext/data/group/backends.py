@@ -64,8 +64,8 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
             f"there is no collective backend {backend!r}", expected="'gloo', or that of the device: 'nccl' on CUDA"
         )
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True) if backend != "gloo" else None
-        device = accelerator or "cpu"
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = "cpu" if backend == "gloo" or found is None else found
     chosen = known_device(device) if backend == "gloo" else usable_device(device)
     own = backend_of(chosen)
     if backend not in (None, "gloo", own):
