@@ -353,22 +353,31 @@ at::Tensor empty_strided(
       size, stride, &g_device_memory, DispatchKeySet(DispatchKey::PrivateUse1), dtype_or_default(dtype));
 }
 
+at::Tensor over(void* memory, const at::Tensor& tensor) {
+  auto made = at::from_blob(memory, tensor.sizes(), tensor.strides(), tensor.options().device(kCPU));
+  if (tensor.is_conj()) made._set_conj(true);
+  if (tensor.is_neg()) made._set_neg(true);
+  return made;
+}
+
 // The memory of a tensor as loops of the device see it; as a launch, it keeps nothing alive.
 at::Tensor on_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kLag) return tensor;
-  auto options = tensor.options().device(kCPU);
-  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  auto seen = at::from_blob(shadow(tensor.data_ptr()), tensor.sizes(), tensor.strides(), options);
-  if (tensor.is_conj()) seen._set_conj(true);
-  if (tensor.is_neg()) seen._set_neg(true);
-  return seen;
+  if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kCPU));
+  return over(shadow(tensor.data_ptr()), tensor);
+}
+
+// The same of the host's tensors. What a queue holds must not be the last to let go of a tensor that Python knows: its
+// end needs the interpreter's lock, whose holder may wait for ours.
+at::Tensor unowned(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? over(tensor.data_ptr(), tensor) : on_host(tensor);
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   bool up = from.is_cpu(), down = to.is_cpu();
   int device = (up ? to : from).device().index();
   int64_t stream = t_stream[device];
-  auto source = on_host(from), target = on_host(to);
+  auto source = unowned(from), target = unowned(to);
   auto task = [source, target]() mutable { target.copy_(source); };
   if (!up && !down) {
     int other = to.device().index();
@@ -445,7 +454,7 @@ struct Call {
     if (!tensor.defined()) return tensor;
     if (tensor.device().type() != kLag) {
       foreign |= tensor.dim() > 0;
-      return tensor;
+      return tensor.clone();  // see `unowned`
     }
     TORCH_CHECK(
         !device || *device == tensor.device(), "Expected all tensors to be on the same device, but found ", *device,
@@ -465,7 +474,7 @@ struct Call {
       c10::List<std::optional<at::Tensor>> taken;
       for (const auto& tensor : value.toOptionalTensorVector()) {
         if (!tensor) taken.push_back(std::nullopt);
-        else taken.push_back(tensor->device().type() == kLag ? take(*tensor) : *tensor);  // indices may be the host's
+        else taken.push_back(tensor->device().type() == kLag ? take(*tensor) : tensor->clone());  // the host's may come
       }
       return taken;
     }

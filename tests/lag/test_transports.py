@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.data.transports import test_contract as contract
+from tests.lag.carrier import carried
 from torchrl_ext.testing import DTYPES, SMALL_BYTES, WAIT_S, any_bits, same_bits
 
 VERSIONS = 3
@@ -71,10 +72,9 @@ def followed(end, place):
     return wrong
 
 
-@pytest.mark.parametrize(("sending", "receiving"), PLACES, ids=[f"from {one} to {other}" for one, other in PLACES])
-@pytest.mark.parametrize("suite", SUITES, ids=[suite.__name__[4:] for suite in SUITES])
-def test_every_version_arrives_whatever_stream_it_is_on(lag, suite, sending, receiving, tmp_path):
-    ends = suite().make_ends(tmp_path)
+def exchanged(suite, sending, receiving, folder):
+    """Which tensors of which versions did not arrive as they were sent."""
+    ends = suite().make_ends(folder)
     try:
         if ends.in_group:
             ends.connect(state(0))
@@ -85,7 +85,24 @@ def test_every_version_arrives_whatever_stream_it_is_on(lag, suite, sending, rec
             except BaseException:
                 ends.worker.abort()
                 raise
-            assert arriving.result(WAIT_S) == []
+            return arriving.result(WAIT_S)
     finally:
         ends.trainer.shutdown()
         ends.worker.shutdown()
+
+
+def named(suites):
+    return pytest.mark.parametrize("suite", suites, ids=[suite.__name__[4:] for suite in suites])
+
+
+@pytest.mark.parametrize(("sending", "receiving"), PLACES, ids=[f"from {one} to {other}" for one, other in PLACES])
+@named(SUITES)
+def test_every_version_arrives_whatever_stream_it_is_on(lag, suite, sending, receiving, tmp_path):
+    assert exchanged(suite, sending, receiving, tmp_path) == []
+
+
+@pytest.mark.parametrize(("sending", "receiving"), [(SIDE, DEFAULT), (DEFAULT, SIDE), (HOST, BOTH)])
+@named([contract.TestCollective, contract.TestDeltaByBroadcast, contract.TestSharded])
+def test_every_version_arrives_by_a_carrier_of_the_device(lag, suite, sending, receiving, tmp_path):
+    with carried():
+        assert exchanged(suite, sending, receiving, tmp_path) == []

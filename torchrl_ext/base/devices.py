@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchrl_ext.base.errors import ConfigError
 
 __all__ = [
+    "BACKENDS",
     "Recorded",
     "accelerator",
     "backend_of",
@@ -35,23 +36,11 @@ Recorded = list[tuple[torch.device, torch.Event]]
 """A point in what a thread queued on some devices."""
 
 
-class _Vendor(NamedTuple):
-    """What torch's accelerator module does not say of a type of device.
+BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
+"""The backend of torch's process groups that moves memory of a type of device; ROCm's type is "cuda", too."""
 
-    Attributes:
-        backend: of torch's process groups, which moves its memory.
-        variable: of the environment: the devices that a process sees.
-    """
-
-    backend: str
-    variable: str
-
-
-_VENDORS = {
-    "cuda": _Vendor("nccl", "CUDA_VISIBLE_DEVICES"),  # ROCm's, too
-    "xpu": _Vendor("xccl", "ZE_AFFINITY_MASK"),
-    "npu": _Vendor("hccl", "ASCEND_RT_VISIBLE_DEVICES"),
-}
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variable of the environment by which a process sees some of a machine's devices."""
 
 
 def accelerator() -> str:
@@ -61,8 +50,8 @@ def accelerator() -> str:
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the backend of process groups for a device: nccl, xccl, hccl, or gloo, over copies on the host."""
-    return _VENDORS[device.type].backend if device.type in _VENDORS else "gloo"
+    """Return the backend that carries tensors on a device; for one that has none gloo, over copies on the host."""
+    return BACKENDS.get(device.type, "gloo")
 
 
 def current_device() -> torch.device:
@@ -86,14 +75,10 @@ def uuids() -> list[str]:
 
 def visible_devices() -> tuple[str, list[str]]:
     """Return the variable that says which accelerators a process sees, and the names in it of those of this one."""
-    count, variable = (torch.accelerator.device_count(), _variable(accelerator())) if accelerator() else (0, "")
+    count, variable = torch.accelerator.device_count() if accelerator() else 0, _VISIBLE.get(accelerator(), "")
     named = os.environ.get(variable)
     names = map(str, range(count)) if named is None else (name.strip() for name in named.split(","))
     return variable, [*names][:count]
-
-
-def _variable(kind: str) -> str:
-    return _VENDORS[kind].variable if kind in _VENDORS else ""
 
 
 def recorded(devices: Iterable[torch.device]) -> Recorded:
@@ -148,7 +133,7 @@ def usable_device(device: torch.device | str | int) -> torch.device:
         return chosen
     count = torch.accelerator.device_count() if accelerator() == chosen.type else 0
     if (chosen.index or 0) >= count:
-        variable = _variable(chosen.type)
+        variable = _VISIBLE.get(chosen.type, "")
         raise ConfigError(
             f"device {str(chosen)!r} cannot be used: this process sees {count} devices of type {chosen.type!r}",
             expected=f"an index below {count}" if count else "'cpu'",

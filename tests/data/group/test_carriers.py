@@ -19,10 +19,11 @@ from tests.data.group.contract import MIB, CarrierContract, arrived, filled
 from tests.data.group.members import WAIT_S, beside, stop
 from tests.processes import calling, finished, running_python
 from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.devices import backend_of
 from torchrl_ext.base.errors import ConfigError, NotConnectedError, TransportError
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import backends, nccl
-from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, backend_of, carrier_of, choose_backend
+from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, carrier_of, choose_backend
 from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.data.group.nccl import NcclCarrier
 from torchrl_ext.data.group.process_group import DEVICE, HOST

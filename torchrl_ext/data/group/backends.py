@@ -21,14 +21,23 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # by a star there
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.devices import Recorded, known_device, recorded, usable_device, wait_for
+from torchrl_ext.base.devices import (
+    BACKENDS,
+    Recorded,
+    backend_of,
+    current_device,
+    known_device,
+    recorded,
+    usable_device,
+    wait_for,
+)
 from torchrl_ext.base.errors import ConfigError, TransportError, WeightSyncError
 from torchrl_ext.data.group.calls import in_time, made_in_time, run_beside, wait_for_at_exit
 from torchrl_ext.data.group.nccl import NcclCarrier, as_launched, package
 from torchrl_ext.data.group.notes import NoteStore
 from torchrl_ext.data.group.process_group import DEVICE, HOST, Carrier, Move, Seat, polled
 
-__all__ = ["GlooCarrier", "GroupStore", "TorchCarrier", "backend_of", "carrier_of", "choose_backend"]
+__all__ = ["CARRIERS", "GlooCarrier", "GroupStore", "TorchCarrier", "carrier_of", "choose_backend"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -44,29 +53,24 @@ _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 1 << 20
 
 
-def backend_of(device: torch.device) -> str:
-    """Return the backend that carries tensors on a device; for one that has none gloo, over copies on the host."""
-    return {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(device.type, "gloo")
-
-
 def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
-    """Return the device of the tensors that travel, and their backend (`backend_of`).
+    """Return the device of the tensors that travel, and their backend (`torchrl_ext.base.devices.backend_of`).
 
     Args:
-        device: by default the current accelerator, or the CPU without one or with gloo.
+        device: by default this thread's accelerator, or the CPU without one or with gloo.
         backend: ``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"hccl"``; by default that of the device.
 
     Raises:
         ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
     """
-    if backend not in (None, "gloo", "nccl", "xccl", "hccl"):
+    if backend not in (None, "gloo", *BACKENDS.values()):
         raise ConfigError(
             f"there is no collective backend {backend!r}", expected="'gloo', or that of the device: 'nccl' on CUDA"
         )
     if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = "cpu" if backend == "gloo" or found is None else found
-    chosen = known_device(device) if backend == "gloo" else usable_device(device)
+        chosen = torch.device("cpu") if backend == "gloo" else current_device()
+    else:
+        chosen = known_device(device) if backend == "gloo" else usable_device(device)
     own = backend_of(chosen)
     if backend not in (None, "gloo", own):
         raise ConfigError(
@@ -74,16 +78,7 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
         )
     if "gloo" in (backend, own):
         return torch.device("cpu"), "gloo"  # which moves host memory; other tensors are copied to it and from it
-    if chosen.index is None:
-        chosen = torch.device(chosen.type, torch.accelerator.current_device_index())  # for devices to compare
-    return chosen, own
-
-
-def carrier_of(backend: str) -> type[Carrier]:
-    """Return the class that carries over a backend in this process."""
-    if backend == "gloo":
-        return GlooCarrier
-    return NcclCarrier if backend == "nccl" and package() is not None else TorchCarrier
+    return torch.device(chosen.type, current_device().index) if chosen.index is None else chosen, own
 
 
 class GroupStore(Store):
@@ -330,6 +325,17 @@ class GlooCarrier(Carrier):
             for queue, _ in lines:
                 queue.put(None)
             run_beside(partial(_destroy_later, [beside for _, beside in lines], self._begun, held, self._store))
+
+
+CARRIERS: dict[str, type[Carrier]] = {"gloo": GlooCarrier}
+"""By backend, where it is carried by one class in every process."""
+
+
+def carrier_of(backend: str) -> type[Carrier]:
+    """Return the class that carries over a backend in this process."""
+    if backend == "nccl" and package() is not None:
+        return NcclCarrier
+    return CARRIERS.get(backend, TorchCarrier)
 
 
 def _gloo_options(host: str, port: int, within: Deadline, devices: int, threads: int) -> Any:
