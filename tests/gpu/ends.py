@@ -1,82 +1,267 @@
-"""A trainer and a worker, each a process of its own on one GPU: ``main ROLE TRANSPORT PLACE MEGABYTES``.
+"""A trainer and a worker, each a process of its own on one device: ``main ROLE ROADS``, JSON of `Road`.
 
-The trainer sends a version for every number it reads; the worker says of each version whether it has every bit of it,
-which it can tell because both make weights from the same seeds.
+For every number that the trainer reads it sends a version; the worker says of each version whether it has every bit of
+it, which it can tell because both make weights from the same seeds. Both say so in JSON, a line each.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import signal
 import sys
 import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import torchrl_ext as tx
 from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Arrival, Update, Worker
 from torchrl_ext.data.transports.native import NAME, NativeTransport, layout_of
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import MappingSource
 
 WAIT_S = 300
-GROUPS = ("collective", "broadcast", "sglang", "vllm")
-"""Roads on which both ends meet in a group, at a port; the last two are the wires of stock engines."""
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try this file itself
+FILES = ("delta", "disk")
+GROUPS = ("collective", "broadcast", "sglang", "vllm", "sharded")
+"""Roads on which both ends meet in a group, at a port; `sglang` and `vllm` are the wires of stock engines."""
+DEVICE_VARIABLE = "TORCHRL_EXT_TEST_DEVICE"
+"""The device of both ends: ``cuda``, ``lag`` or ``cpu``; by default CUDA's, if there is one."""
 BUCKET_BYTES = 256 << 20
-SHAPE = (4096, 4096)  # 32 MiB in bfloat16
+_MIB_ROWS, _COLUMNS = 128, 4096  # of bfloat16
+_DTYPES = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+    torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
+)  # fmt: skip
+_ROOM = 1024  # bytes for a small tensor
+_kept = ExitStack()
 
 
-def tensor_of(number, version):
-    """Tensor ``number`` of ``version``: random ones, of which each version turns the sign of one in a hundred."""
-    generator = torch.Generator(DEVICE).manual_seed(number)
-    found = torch.empty(SHAPE, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
+@dataclass(frozen=True, kw_only=True)
+class Road:
+    """Versions that a trainer sends to a worker by one transport.
+
+    Attributes:
+        transport: `ipc`, or one of `FILES` or `GROUPS`.
+        place: the directory or the port where the ends meet.
+        mib: size of the model in MiB; 0 takes `small` tensors of every dtype, strided and empty ones among them.
+        small: how many they are.
+        versions: how many are sent.
+        aside: each end works on a stream of its own, and the trainer's weights are late.
+        graph: the worker replays a CUDA graph that it captured over its parameters.
+        dies: the end that kills itself in the middle of the last version, with SIGKILL.
+        fails: a word of the error that both ends get; "" if there is none.
+        timeout_s: deadline of every wait.
+    """
+
+    transport: str
+    place: str = ""
+    mib: int = 0
+    small: int = 2000
+    versions: int = 3
+    aside: bool = False
+    graph: bool = False
+    dies: str = ""
+    fails: str = ""
+    timeout_s: float = WAIT_S
+
+
+@functools.cache
+def device():
+    """The device of both ends; loads it."""
+    name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "lag":
+        return torch.device(name, 0)
+    from tests.lag import device as lag
+
+    return _kept.enter_context(lag.here())
+
+
+def settle():
+    """Wait for all that was queued on the device."""
+    if device().type != "cpu":
+        torch.accelerator.synchronize(device())
+
+
+def keep_busy(times=100):
+    """Queue work on the current stream, some 20 ms of it on a large GPU."""
+    one = torch.ones(4096 if device().type == "cuda" else 8, device=device()).diag().to(torch.bfloat16)
+    for _ in range(times if device().type == "cuda" else 1):
+        one = one @ one
+
+
+def copy_speed(nbytes):
+    """Bytes per second that the device copies from its memory into its memory."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device())
+    target = torch.empty_like(source).copy_(source)
+    settle()
+    began = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source)
+    settle()
+    return 4 * nbytes / (time.perf_counter() - began)
+
+
+def large(mib, version):
+    """A model of that size, by name: random numbers, of which each version turns the sign of one in a hundred."""
+    count = max(12, mib // 32)
+    return {f"layers.{number:04d}.weight": _large(number, count, mib, version) for number in range(count)}
+
+
+def _large(number, count, mib, version):
+    made = device() if device().type == "cuda" else torch.device("cpu")  # others may have no generator
+    shape, generator = (mib * _MIB_ROWS // count, _COLUMNS), torch.Generator(made).manual_seed(number)
+    found = torch.empty(shape, dtype=torch.bfloat16, device=made).normal_(generator=generator)
     for step in range(version):
         generator.manual_seed(1_000_000 * (step + 1) + number)
-        turned = torch.rand(SHAPE, device=DEVICE, generator=generator) < 0.01
+        turned = torch.rand(shape, device=made, generator=generator) < 0.01
         found = torch.where(turned, -found, found)
-    return found
+    return found.to(device())
 
 
-def names(megabytes):
-    return [f"layers.{number:04d}.weight" for number in range(max(1, megabytes // 32))]
+def small(count, version, *, turned=False):
+    """Small tensors by name, of any bits; each version changes one byte in a hundred.
+
+    Args:
+        turned: those that else are contiguous are strided, and the other way round.
+    """
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (count, _ROOM), dtype=torch.uint8, generator=generator)
+    for step in range(version):
+        generator.manual_seed(1 + step)
+        raw ^= (torch.rand(raw.shape, generator=generator) < 0.01).to(torch.uint8)
+    return {f"small.{number:05d}": _small(number, own, turned) for number, own in enumerate(raw.to(device()))}
 
 
-def model(megabytes, version):
-    return {name: tensor_of(number, version) for number, name in enumerate(names(megabytes))}
+def _small(number, raw, turned):
+    dtype = _DTYPES[number % len(_DTYPES)]
+    flat = (raw & 1).view(dtype) if dtype == torch.bool else raw.view(dtype)
+    kind = number % 5
+    if kind == 0:
+        return flat[:3].clone()[:0].reshape(0, 5)
+    if kind == 1:
+        return flat[0].clone()
+    if kind == 2 and turned:
+        return flat[:60].clone().reshape(6, 10)
+    if kind == 2:
+        return flat[:60].clone().reshape(6, 10).t().contiguous().t()
+    if turned:
+        return torch.stack((flat[:45], flat[:45]), 1)[:, 0]
+    return flat[:45].clone()
 
 
-def holds(received, megabytes, version):
-    """Whether every bit is there; one tensor is made at a time."""
-    return all(
-        torch.equal(received[name].view(torch.int16), tensor_of(number, version).view(torch.int16))
-        for number, name in enumerate(names(megabytes))
-    )
+def bits(tensor):
+    """The bytes of a tensor in C order."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(found, expected):
+    """Whether two tensors have one shape, dtype and bits."""
+    return found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(bits(found), bits(expected))
+
+
+class Model:
+    """The weights of a road, at one end."""
+
+    def __init__(self, road, role):
+        self._road, self._turned = road, role == "worker"
+
+    def weights(self, version):
+        """All of them, on the device."""
+        if self._road.mib:
+            return large(self._road.mib, version)
+        return small(self._road.small, version, turned=self._turned)
+
+    def holds(self, found, version):
+        """The names of tensors that are not those of a version, bit for bit; one large tensor is made at a time."""
+        names = list(found)
+        if not self._road.mib:
+            every = self.weights(version)
+            return [name for name in names if not same(found[name], every[name])]
+        made = ((name, _large(number, len(names), self._road.mib, version)) for number, name in enumerate(names))
+        return [name for name, tensor in made if not same(found[name], tensor)]
+
+
+class Reading:
+    """What somebody reads who knows addresses alone, such as a CUDA graph that was captured over the parameters."""
+
+    def __init__(self, held, graph):
+        self._held, self._graph = held, None
+        self._addresses = self._now()
+        self._found = self._read(held)
+        if graph and device().type == "cuda":
+            settle()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._found = self._read(held)
+
+    def moved(self):
+        """The names of parameters that lie elsewhere now."""
+        return [name for name, address in self._now().items() if address != self._addresses[name]]
+
+    def sees(self, expected):
+        """Whether what is read now is what is read from the weights that ``expected`` returns; None without a graph."""
+        if self._graph is None:
+            return None
+        self._graph.replay()
+        return torch.equal(self._found, self._read(expected()))
+
+    def _now(self):
+        return {name: tensor.data_ptr() for name, tensor in self._held.items()}
+
+    @staticmethod
+    def _read(weights):
+        return torch.stack([tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in weights.values()])
+
+
+class Dying(MappingSource):
+    """Weights whose reader is killed after half of them."""
+
+    def __iter__(self):
+        return _dying([*super().__iter__()])
+
+    def shards(self):
+        return _dying([*super().shards()])
+
+
+def _dying(pairs):
+    for number, pair in enumerate(pairs):
+        if 2 * number > len(pairs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield pair
 
 
 class StockWire:
     """The wire of a stock engine, of which both ends know what a control layer would say."""
 
-    def __init__(self, role, make, port):
-        self.trains, self.make, self.received_version = role == "trainer", make, 0
+    def __init__(self, role, make, port, timeout_s):
+        self.trains, self.make, self.received_version, self.timeout_s = role == "trainer", make, 0, timeout_s
         self.name = f"{NAME}-1" if make == "sglang" else NAME
         self.where = {"master_address": "127.0.0.1", "master_port": port}
-        self.backend = "nccl" if DEVICE == "cuda" else "gloo"
+        self.backend = "nccl" if device().type == "cuda" else "gloo"
 
     def init_all_workers_group(self, metadata):
         self.params = tuple(ParamMeta(name, *rest) for name, rest in metadata.items())
+        within = Deadline(self.timeout_s)
         if self.trains:
-            how = {"make": self.make, "backend": self.backend, "bucket_bytes": BUCKET_BYTES, "timeout_s": WAIT_S}
-            self.own = NativeTransport(**self.where, **how)
-            self.own.open(1, self.params, Deadline(WAIT_S)).transfer(Deadline(WAIT_S))
+            how = {"make": self.make, "backend": self.backend, "bucket_bytes": BUCKET_BYTES}
+            self.own = NativeTransport(**self.where, **how, timeout_s=self.timeout_s)
+            self.own.open(1, self.params, within).transfer(within)
         else:
             group = {**self.where, "world_size": 2, "group_name": self.name, "backend": self.backend}
             offer = {"make": self.make, "group": group, "bucket_bytes": BUCKET_BYTES}
-            self.own = NativeTransport.join(offer, Worker(rank=1), Deadline(WAIT_S))
+            self.own = NativeTransport.join(offer, Worker(rank=1), within)
 
-    def send_weights(self, model_id, weights):
+    def send_weights(self, weights):
         self.received_version += 1
-        update = Update(source=as_source(weights), version=self.received_version)
-        self.own.prepare(update, Deadline(WAIT_S)).transfer(Deadline(WAIT_S))
+        update, within = Update(source=as_source(weights), version=self.received_version), Deadline(self.timeout_s)
+        self.own.prepare(update, within).transfer(within)
 
     def receive_weights(self, timeout, weights):
         self.received_version += 1
@@ -92,40 +277,97 @@ class StockWire:
         getattr(self.own, "shutdown" if self.trains else "close")()
 
 
-def end(role, transport, place):
-    """One end, not connected yet."""
-    if transport == "collective":
-        return tx.VLLMCollectiveTransport("127.0.0.1", int(place), int(role == "worker"), 2, timeout_s=WAIT_S)
-    if transport == "broadcast":
-        own = {"master_port": int(place), "rank": int(role == "worker"), "world_size": 2}
-        return tx.make_transport("delta", carrier="collective", timeout_s=WAIT_S, **own)
-    if transport in ("sglang", "vllm"):
-        return StockWire(role, transport, int(place))
-    if transport == "delta":
-        return tx.make_transport("delta", root=place, timeout_s=WAIT_S)
-    return tx.make_transport("ipc", channel=place, timeout_s=WAIT_S)
+def end_of(road, role):
+    """One end of a road, not connected yet."""
+    how, trains, name = {"timeout_s": road.timeout_s}, role == "trainer", road.transport
+    if name in FILES:
+        return tx.make_transport(name, root=road.place, **how)
+    if name == "ipc":
+        return tx.make_transport(name, channel=road.place, **how)
+    if name in ("sglang", "vllm"):
+        return StockWire(role, name, int(road.place), road.timeout_s)
+    how |= {"master_address": "127.0.0.1", "master_port": int(road.place)}
+    if name == "sharded":
+        return tx.make_transport(name, workers=1, worker=None if trains else 0, **how)
+    how |= {"rank": int(not trains), "world_size": 2}
+    if name == "broadcast":
+        return tx.make_transport("delta", carrier="collective", **how)
+    return tx.make_transport(name, **how)
 
 
-def _settle():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+def say(**what):
+    print(json.dumps(what), flush=True)
 
 
-def main(role, transport, place, megabytes):
-    megabytes = int(megabytes)
-    own = end(role, transport, place)
-    if transport in GROUPS:
-        own.init_all_workers_group({name: (torch.bfloat16, torch.Size(SHAPE)) for name in names(megabytes)})
-    print("up", flush=True)
-    if role == "trainer":
-        for line in sys.stdin:
-            weights = model(megabytes, int(line))
-            _settle()
-            began = time.perf_counter()
-            own.send_weights("policy", weights)
-            print("sent", line.strip(), f"{time.perf_counter() - began:.3f} s", flush=True)
-    else:
-        held = model(megabytes, 0)
-        while own.receive_weights(WAIT_S, weights=held) is not None:
-            print("got", own.received_version, holds(held, megabytes, own.received_version), flush=True)
-    own.shutdown()
+def main(role, roads):
+    """Go these roads, one after the other."""
+    say(up=role, copy_gbps=copy_speed((1 << 28) if device().type == "cuda" else 1 << 20) / 1e9)
+    for road in (Road(**one) for one in json.loads(roads)):
+        stream = torch.Stream(device()) if road.aside and device().type != "cpu" else nullcontext()
+        own = end_of(road, role)
+        try:
+            with stream:
+                (_trains if role == "trainer" else _follows)(road, own, Model(road, role))
+        except WeightSyncError as error:
+            if not road.fails:
+                raise
+            say(error=type(error).__name__, text=str(error))
+            time.sleep(2)  # whatever ends the process for it has begun by then
+            say(lives=torch.ones(3, device=device()).sum().item())
+        finally:
+            own.shutdown()
+
+
+def _meet(road, own, weights):
+    if road.transport in GROUPS:
+        own.init_all_workers_group({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
+    say(met=road.transport)
+
+
+def _trains(road, own, model):
+    _meet(road, own, model.weights(0))
+    for version in range(1, 1 + road.versions):
+        weights = model.weights(version)
+        settle()
+        sys.stdin.readline()
+        if road.aside:
+            keep_busy()
+            weights = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in weights.items()}
+        nbytes = sum(tensor.nbytes for tensor in weights.values())
+        dies = road.dies == "trainer" and version == road.versions
+        began = time.perf_counter()
+        own.send_weights(Dying(weights) if dies else weights)
+        seconds = time.perf_counter() - began
+        say(sent=version, seconds=seconds, bytes=nbytes, pinned=most_pinned())
+
+
+def _follows(road, own, model):
+    held = model.weights(0)
+    reading = Reading(held, road.graph) if road.mib else None
+    _meet(road, own, held)
+    for version in range(1, 1 + road.versions):
+        if road.dies == "worker" and version == road.versions:
+            within = Deadline(road.timeout_s)
+            arrival = own.mailbox.get(within, own._received)
+            names = (name for name, _ in own.attend(within).receive(arrival, held, within))
+            for number, _ in enumerate(names):
+                if 2 * number > len(held):
+                    os.kill(os.getpid(), signal.SIGKILL)
+        found = own.receive_weights(road.timeout_s, weights=held)
+        assert found is not None, f"no version came within {road.timeout_s} s"
+        said = {"got": own.received_version, "wrong": model.holds(held, version)[:9], "compared": len(held)}
+        if reading is not None:
+            said |= {"moved": reading.moved()[:9], "graph": reading.sees(partial(model.weights, version))}
+        say(**said)
+
+
+def most_pinned():
+    """The most bytes of pinned memory that torch has held in this process; None where nobody counts them."""
+    if device().type == "cuda":
+        stats = getattr(torch.cuda, "host_memory_stats", dict)()  # from torch 2.9 on
+        return stats.get("allocated_bytes.peak")
+    if device().type == "lag":
+        from tests.lag import device as lag
+
+        return lag.counts()["most pinned bytes"]
+    return None
