@@ -1,0 +1,276 @@
+"""Steps of `tests.gpu.acceptance`. Each takes a scale, and returns figures; ``failures`` are what failed.
+
+Speeds stand beside those of the device's own copy in the same process (``of_copy``).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+
+import torchrl_ext as tx
+from tests.gpu import pairs
+from tests.gpu.acceptance import Skipped
+from tests.gpu.deltas import WAIT_S, turn
+from tests.gpu.ends import FILES, GROUPS, Road, copy_speed, device, same, settle, small
+from tests.processes import ROOT, running_python
+from torchrl_ext.data.deltas.blocks import make_codec
+from torchrl_ext.data.versions.compiled import compile_loops
+from torchrl_ext.data.weights.derived import as_source
+
+_PACKAGES = ("torch", "triton", "numpy", "numba", "msgspec", "zstandard", "xxhash", "tensordict", "nccl4py")
+_LINE_S = 60
+_PINNED = 1.25  # times the weights, which are a little more than a power of two
+
+
+def environment(scale):
+    """Packages, the machine, and the compiled loops, which later processes find in the cache."""
+    found = {"python": platform.python_version(), "device": str(device())}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if device().type == "cuda":
+        gpu = torch.cuda.get_device_properties(device())
+        found |= {"gpu": gpu.name, "gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found["copy_gbps"] = round(copy_speed(max(1 << 20, int(scale * (2 << 30)))) / 1e9, 3)
+    began = time.perf_counter()
+    compile_loops(make_codec("auto"), as_source(small(13, 0)).params())
+    return found | {"compiled_s": round(time.perf_counter() - began, 1)}
+
+
+def _printed(*command):
+    found = shutil.which(command[0])
+    if found is None:
+        return ""
+    return subprocess.run([found, *command[1:]], capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+
+
+class _Tests:
+    """Runs a file of tests without the conftest of all, and counts."""
+
+    def __init__(self, folder, name, *more):
+        import pytest
+
+        self._passed, self._failed = 0, []
+        alone = ("-q", "-p", "no:cacheprovider", "--confcutdir", folder, "-o", "addopts=")
+        self._status = pytest.main([*alone, *more, f"{folder}/{name}"], plugins=[self])
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self._failed.append(f"{report.nodeid.rpartition('::')[2]}: {str(report.longrepr).splitlines()[-1]}")
+        self._passed += report.when == "call" and report.passed
+
+    def figures(self):
+        failed = self._failed or ([] if self._passed else [f"nothing ran: {self._status!r}"])
+        return {"passed": self._passed, "failures": failed}
+
+
+def kernels(scale):
+    """The suite of the kernels with torch's operators on the device, against numpy's words for what they do."""
+    from tests.data.deltas import conftest
+    from torchrl_ext.data.deltas.host import TorchKernels
+
+    conftest.WAYS["torch"] = TorchKernels, str(device())
+    return _Tests("tests/data/deltas", "test_kernels.py", "-k", "torch and not cuda and not lag").figures()
+
+
+def sanitizer(scale):
+    """The same suite under compute-sanitizer."""
+    found = shutil.which("compute-sanitizer")
+    if found is None or device().type != "cuda":
+        raise Skipped("no compute-sanitizer")
+    code = "import sys; from tests.gpu.steps import kernels; sys.exit(bool(kernels(1)['failures']))"
+    command = [found, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
+    status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    return {"failures": [f"status {status}: the log has the reason"] if status else []}
+
+
+def _travelled(roads):
+    records = pairs.travel(roads, _LINE_S)
+    failures = [f"{one['road']}: {one['failed']}" for one in records if "failed" in one]
+    return {"roads": records, "compared": sum(one.get("compared", 0) for one in records), "failures": failures}
+
+
+def _road(transport, scale, *, mib=0, few=2000, **how):
+    sizes = {"mib": max(6, int(mib * scale))} if mib else {"small": max(200, int(few * scale))}
+    return Road(transport=transport, timeout_s=WAIT_S, **sizes, **how)
+
+
+def streams(scale):
+    """Every road between ends on streams of their own; and what the trainer pins for deltas."""
+    others = ("disk", "ipc", "collective", "sharded", "broadcast")
+    deltas = [_road("delta", scale, mib=1152, aside=True), _road("delta", scale, aside=True)]
+    found = _travelled([*deltas, *(_road(one, scale, mib=96, aside=True, versions=2) for one in others)])
+    share = found["roads"][0].get("pinned_share", 0)
+    if share > _PINNED:
+        found["failures"].append(f"the trainer pins {share} times its weights")
+    return found
+
+
+def groups(scale):
+    """Every road over a group, with small tensors of all dtypes, and with large ones."""
+    few = [_road(one, scale, versions=2) for one in GROUPS]
+    return _travelled([*few, *(_road(one, scale, mib=1024, versions=2) for one in GROUPS)])
+
+
+def ipc(scale):
+    """Memory that a trainer shares, and whether all of it is free again after a worker was killed."""
+    before = _free_bytes()
+    found = _travelled([_road("ipc", scale, few=4000), _road("ipc", scale, mib=8192, versions=2)])
+    found["killed"] = pairs.outlived("worker", ["ipc"], mib=max(48, int(1024 * scale)))  # more than the memory takes
+    if before is not None:
+        found["kept_mib"] = (before - _free_bytes()) >> 20
+        if found["kept_mib"] > 64:
+            found["failures"].append(f"{found['kept_mib']} MiB of the GPU are not free again")
+    return found
+
+
+def _free_bytes():
+    return torch.cuda.mem_get_info(device())[0] if device().type == "cuda" else None
+
+
+def graph(scale):
+    """A CUDA graph captured over the worker's parameters sees each version of each road; none of them moves."""
+    found = _travelled([_road(one, scale, mib=96, graph=True) for one in (*FILES, "ipc", *GROUPS)])
+    return found | ({} if device().type == "cuda" else {"note": "addresses and bits only: no graphs here"})
+
+
+def deaths(scale):
+    """An end killed in the middle of a broadcast: the other one reports it, lives, and goes on in another group."""
+    found, failures = [], []
+    for victim in ("worker", "trainer"):
+        try:
+            found += pairs.outlived(victim, ["collective", "sharded"], mib=max(6, int(1024 * scale)))
+        except AssertionError as error:
+            failures.append(f"{victim} killed: {error}")
+    return {"survived": found, "failures": failures}
+
+
+def settings(scale):
+    """A setting of NCCL at one end only is named in time."""
+    _require_nccl()
+    return pairs.disagreeing("NCCL_PROTO", "Simple")
+
+
+def absent(scale):
+    """A rank that is not there for the first exchange, and what else the tests of NCCL's failures have."""
+    _require_nccl()
+    return _Tests("tests/gpu", "test_nccl_failures.py").figures()
+
+
+def _require_nccl():
+    if device().type != "cuda":
+        raise Skipped("no NCCL: gloo carries host copies here")
+
+
+_SERVER = """
+import sys
+from tests.gpu.ends import device
+device()
+from torchrl_ext.engines.embedded.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def embedded(scale):
+    """A trainer and an embedded engine over HTTP, both on the device; each version's outputs are compared."""
+    from transformers import AutoModelForCausalLM
+
+    from torchrl_ext.control.serving.processes import free_port
+    from torchrl_ext.testing.tiny import make_tiny_lm
+
+    found, failures, generator = {}, [], torch.Generator().manual_seed(1)
+    os.environ |= pairs.variables("trainer")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model, port = make_tiny_lm(Path(folder) / "model"), free_port()
+        arguments = ("--model", model, "--port", port, "--device", device(), "--threads", 1)
+        server = stack.enter_context(running_python(_SERVER, *arguments, prefix=pairs.environment("engine")))
+        policy = AutoModelForCausalLM.from_pretrained(model).to(device())
+        _require_healthy(server, port)
+        for name, how in {"delta": {"root": f"{folder}/root"}, "ipc": {}, "collective": {}, "sharded": {}}.items():
+            try:
+                transport = tx.make_transport(name, timeout_s=WAIT_S, **how)
+                with tx.WeightSender(transport, tx.connect(f"127.0.0.1:{port}"), verify="outputs") as sender:
+                    sender.register_model(policy)
+                    reports = [_moved(policy, sender, generator) for _ in range(3)]
+            except tx.errors.WeightSyncError as error:
+                failures.append(f"{name}: {error}")
+                continue
+            pauses = [round(max(row.pause_s for row in report.engines), 4) for report in reports]
+            found[name] = {"pause_s": pauses, "proofs": [report.proof for report in reports]}
+            if not all(report.verified and report.proof == "outputs" for report in reports):
+                failures.append(f"{name}: proofs are {found[name]['proofs']}")
+    return {"roads": found, "failures": failures}
+
+
+def _moved(policy, sender, generator):
+    with torch.no_grad():
+        turn(dict(policy.named_parameters()), generator)
+    return sender.update_weights()
+
+
+def _require_healthy(server, port):
+    until = time.monotonic() + WAIT_S
+    while True:
+        assert server.poll() is None, f"the engine ended with status {server.returncode}"
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return
+        assert time.monotonic() < until, "the engine is not healthy in time"
+        time.sleep(0.1)
+
+
+def asleep(scale):
+    """A worker of an engine joins while its weights are unmapped, as colocated ones do; then it is updated."""
+    from safetensors.torch import save_file
+
+    from tests.engines.processed import SIZE, Fused, Model, ProcessedModel
+    from tests.gpu.mappings import mapping
+    from torchrl_ext.engines.loader import EngineLoader
+
+    module, generator = Model(), torch.Generator().manual_seed(1)
+    for block in module.blocks:
+        for kind in [*block]:
+            if kind != Fused.__name__:  # the others are processed into memory of their own
+                del block[kind]
+    layers = dict(module.layers())
+    names = [f"{path}.{name}" for path, layer in layers.items() for name in layer.names]
+    weights = {name: torch.randn(SIZE, SIZE, generator=generator) for name in names} | {"norm": torch.ones(SIZE)}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(weights, f"{folder}/model.safetensors")
+        memory, sleeping = mapping(4096 * (1 + len(layers)))
+        norm, *rows = memory.view(torch.float32).split(1024)
+        module.norm = torch.nn.Parameter(norm[:SIZE], requires_grad=False)
+        for layer, row in zip(layers.values(), rows, strict=True):
+            like = layer.weight
+            layer.weight = torch.nn.Parameter(row[: like.numel()].view(like.shape), requires_grad=False)
+        module.cos_sin_cache = module.cos_sin_cache.to(device())
+        module.load_weights(weights.items())
+        started = ProcessedModel(module, folder)
+        started.close(layers.values())
+        settle()
+        engine = tx.make_engine("inprocess", engine=tx.WeightReceiver(EngineLoader(started)))
+        transport = tx.make_transport("delta", root=f"{folder}/root", timeout_s=WAIT_S)
+        with tx.WeightSender(transport, engine) as sender:
+            with sleeping():
+                sender.init_all_workers_group({name: (own.dtype, own.shape) for name, own in weights.items()})
+            proofs = []
+            for _ in range(2):
+                weights = {name: tensor + 1 for name, tensor in weights.items()}
+                report = sender.update_weights(weights)
+                proofs.append(report.proof if report.verified else "none")
+    live = {f"{path}.{name}": layer.place(name) for path, layer in layers.items() for name in layer.names}
+    wrong = [name for name, tensor in live.items() if not same(tensor.cpu(), weights[name])]
+    return {"proofs": proofs, "compared": len(live), "failures": wrong}
