@@ -198,7 +198,7 @@ class Reading:
         if graph and device().type == "cuda":
             settle()
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # others may ask for events
                 self._found = self._read(held)
 
     def moved(self):

@@ -25,6 +25,8 @@ from tests.gpu.acceptance import Skipped
 from tests.gpu.deltas import WAIT_S, turn
 from tests.gpu.ends import FILES, GROUPS, Road, copy_speed, device, same, settle, small
 from tests.processes import ROOT, running_python
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.messages import Join
 from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.weights.derived import as_source
@@ -261,11 +263,12 @@ def asleep(scale):
         started = ProcessedModel(module, folder)
         started.close(layers.values())
         settle()
-        engine = tx.make_engine("inprocess", engine=tx.WeightReceiver(EngineLoader(started)))
-        transport = tx.make_transport("delta", root=f"{folder}/root", timeout_s=WAIT_S)
-        with tx.WeightSender(transport, engine) as sender:
-            with sleeping():
-                sender.init_all_workers_group({name: (own.dtype, own.shape) for name, own in weights.items()})
+        receiver, params = tx.WeightReceiver(EngineLoader(started)), as_source(weights).params()
+        first, second = (tx.make_transport("delta", root=f"{folder}/{at}", timeout_s=WAIT_S) for at in (1, 2))
+        offer = first.open(1, params, Deadline(WAIT_S)).info
+        with sleeping():
+            receiver.handle(Join(transport="delta", params=params, offer=offer))
+        with tx.WeightSender(second, tx.make_engine("inprocess", engine=receiver)) as sender:
             proofs = []
             for _ in range(2):
                 weights = {name: tensor + 1 for name, tensor in weights.items()}
