@@ -11,53 +11,52 @@ from functools import partial
 
 import torch
 
-import torchrl_ext as tx
-from tests.gpu.ends import copy_speed, device, keep_busy, large, same, settle
+from tests.gpu.ends import copy_speed, device, keep_busy, model, same, settle
+from torchrl_ext import WeightReceiver, make_transport
 from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.messages import Finish, Join, Load, Prefetch, Start
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.transports.base import Update
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import position_digest
 
 WAIT_S = 40
 _NUMEL = 2048  # of a small tensor
 
 
 class Chain:
-    """Deltas from a trainer to a loader: each version is published, staged and committed.
+    """Deltas from a trainer to a worker's model: each version is published, staged and committed.
 
     Attributes:
-        held: the weights that the loader changes in place.
+        held: the weights of the worker, which changes them in place.
         seconds: how long each stage took last.
     """
 
     def __init__(self, root, weights):
-        self.held, self.seconds = {name: tensor.clone() for name, tensor in weights.items()}, {}
-        self._trainer, reader = (tx.make_transport("delta", root=root, timeout_s=WAIT_S) for _ in range(2))
-        self._version = 0
+        self.held, self.seconds, self._version = {name: tensor.clone() for name, tensor in weights.items()}, {}, 0
+        self._trainer, self._worker = make_transport("delta", root=root, timeout_s=WAIT_S), WeightReceiver(self.held)
+        params = as_source(weights).params()
+        offer = self._trainer.open(1, params, Deadline(WAIT_S)).info
+        self._worker.handle(Join(transport="delta", params=params, offer=offer))
         self.publish(weights)
-        reader.receive_weights(WAIT_S, weights=self.held)
-        self._loader, self._end = TensorsLoader(self.held), reader.attend(Deadline(WAIT_S))
-        self._loader.check(as_source(self.held).params())
+        self.stage()
+        self.commit()
 
     def publish(self, weights):
         self._version += 1
         with _timed(self.seconds, "find, code, write"):
             update = Update(source=as_source(weights), version=self._version)
-            handoff = self._trainer.prepare(update, Deadline(WAIT_S))
-        handoff.served(None)
+            self._handoff = self._trainer.prepare(update, Deadline(WAIT_S))
 
     def stage(self):
-        with _timed(self.seconds, "read"):
-            self._changes = self._end.stage(self._version, self._loader.position_digests, Deadline(WAIT_S))
-        assert self._changes is not None, "the version came in full, and not as changes"
-        with _timed(self.seconds, "stage"):
-            self._loader.stage(self._changes)
+        with _timed(self.seconds, "read, stage"):
+            self._worker.handle(Prefetch(version=self._version))
 
     def commit(self):
         with _timed(self.seconds, "commit"):
-            self._loader.commit()
-        self._end.landed(self._changes)
+            self._worker.handle(Start())
+            self._worker.handle(Load(version=self._version, handoff=self._handoff.info))
+        self._worker.handle(Finish(version=self._version))
+        self._handoff.served(self._version)
 
 
 @contextmanager
@@ -125,7 +124,7 @@ def figures(scale):
     mib, many = max(6, int(4096 * scale)), max(500, int(20_000 * scale))
     copy = copy_speed(min(mib << 20, 1 << 30))
     found = {"copy_gbps": round(copy / 1e9, 2), "compared": 0, "failures": []}
-    for name, make in {f"{mib} MiB": partial(large, mib, 0), f"{many} small": partial(_equal, many)}.items():
+    for name, make in {f"{mib} MiB": partial(model, mib, 0), f"{many} small": partial(_equal, many)}.items():
         weights = make()
         seconds, waits, wrong = _stages(weights)
         nbytes = sum(tensor.nbytes for tensor in weights.values())
@@ -147,26 +146,24 @@ def figures(scale):
 
 def _stages(weights):
     """Seconds and waits of each stage, and the names of tensors that are wrong in the end."""
-    generator, waits, digest = torch.Generator().manual_seed(1), {}, {}
-    position_digest(next(iter(weights.values())))
-    settle()
-    with counted(waits, "digest"), _timed(digest, "digest"):
-        for tensor in weights.values():
-            position_digest(tensor)
+    generator, waits, digest, loader = torch.Generator().manual_seed(1), {}, {}, TensorsLoader(weights)
+    loader.check(as_source(weights).params())
+    for _ in range(2):  # the second time everything is compiled, and the memory is there
+        with counted(waits, "digest"), _timed(digest, "digest"):
+            loader.digests()
     with tempfile.TemporaryDirectory() as root:
         chain = Chain(root, weights)
-        for _ in range(2):  # the second time everything is compiled, and the memory is there
+        for _ in range(2):
             turn(weights, generator)
             settle()
             with counted(waits, "find, code, write"):
                 chain.publish(weights)
-            with counted(waits, "stage"):
+            with counted(waits, "read, stage"):
                 chain.stage()
             with counted(waits, "commit"):
                 chain.commit()
             settle()
         wrong = [name for name in weights if not same(chain.held[name], weights[name])]
-    waits["read"] = None
     return digest | chain.seconds, waits, wrong
 
 

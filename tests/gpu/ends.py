@@ -55,8 +55,7 @@ class Road:
         versions: how many are sent.
         aside: each end works on a stream of its own, and the trainer's weights are late.
         graph: the worker replays a CUDA graph that it captured over its parameters.
-        dies: the end that kills itself in the middle of the last version, with SIGKILL.
-        fails: a word of the error that both ends get; "" if there is none.
+        dies: the end that kills itself in the middle of the last version, with SIGKILL; the other one reports it.
         timeout_s: deadline of every wait.
     """
 
@@ -68,7 +67,6 @@ class Road:
     aside: bool = False
     graph: bool = False
     dies: str = ""
-    fails: str = ""
     timeout_s: float = WAIT_S
 
 
@@ -108,15 +106,27 @@ def copy_speed(nbytes):
     return 4 * nbytes / (time.perf_counter() - began)
 
 
-def large(mib, version):
+def model(mib, version):
     """A model of that size, by name: random numbers, of which each version turns the sign of one in a hundred."""
     count = max(12, mib // 32)
-    return {f"layers.{number:04d}.weight": _large(number, count, mib, version) for number in range(count)}
+    return {f"layers.{number:04d}.weight": _layer(number, mib, version) for number in range(count)}
 
 
-def _large(number, count, mib, version):
+def holds(found, mib, version):
+    """Whether a model has every bit of a version; one tensor is made at a time."""
+    return not any(_others(found, mib, version))
+
+
+def _others(found, mib, version):
+    for number, (name, tensor) in enumerate(found.items()):
+        if not same(tensor, _layer(number, mib, version)):
+            yield name
+
+
+def _layer(number, mib, version):
     made = device() if device().type == "cuda" else torch.device("cpu")  # others may have no generator
-    shape, generator = (mib * _MIB_ROWS // count, _COLUMNS), torch.Generator(made).manual_seed(number)
+    shape = mib * _MIB_ROWS // max(12, mib // 32), _COLUMNS
+    generator = torch.Generator(made).manual_seed(number)
     found = torch.empty(shape, dtype=torch.bfloat16, device=made).normal_(generator=generator)
     for step in range(version):
         generator.manual_seed(1_000_000 * (step + 1) + number)
@@ -166,26 +176,24 @@ def same(found, expected):
     return found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(bits(found), bits(expected))
 
 
-class Model:
+class Weights:
     """The weights of a road, at one end."""
 
     def __init__(self, road, role):
         self._road, self._turned = road, role == "worker"
 
-    def weights(self, version):
-        """All of them, on the device."""
+    def of(self, version):
+        """All of a version, on the device."""
         if self._road.mib:
-            return large(self._road.mib, version)
+            return model(self._road.mib, version)
         return small(self._road.small, version, turned=self._turned)
 
-    def holds(self, found, version):
-        """The names of tensors that are not those of a version, bit for bit; one large tensor is made at a time."""
-        names = list(found)
-        if not self._road.mib:
-            every = self.weights(version)
-            return [name for name in names if not same(found[name], every[name])]
-        made = ((name, _large(number, len(names), self._road.mib, version)) for number, name in enumerate(names))
-        return [name for name, tensor in made if not same(found[name], tensor)]
+    def wrong(self, found, version):
+        """The names of the tensors that are not those of a version, bit for bit."""
+        if self._road.mib:
+            return [*_others(found, self._road.mib, version)]
+        every = self.of(version)
+        return [name for name in every if not same(found[name], every[name])]
 
 
 class Reading:
@@ -307,9 +315,9 @@ def main(role, roads):
         own = end_of(road, role)
         try:
             with stream:
-                (_trains if role == "trainer" else _follows)(road, own, Model(road, role))
+                (_trains if role == "trainer" else _follows)(road, own, Weights(road, role))
         except WeightSyncError as error:
-            if not road.fails:
+            if not road.dies:
                 raise
             say(error=type(error).__name__, text=str(error))
             time.sleep(2)  # whatever ends the process for it has begun by then
@@ -324,10 +332,10 @@ def _meet(road, own, weights):
     say(met=road.transport)
 
 
-def _trains(road, own, model):
-    _meet(road, own, model.weights(0))
+def _trains(road, own, every):
+    _meet(road, own, every.of(0))
     for version in range(1, 1 + road.versions):
-        weights = model.weights(version)
+        weights = every.of(version)
         settle()
         sys.stdin.readline()
         if road.aside:
@@ -341,8 +349,8 @@ def _trains(road, own, model):
         say(sent=version, seconds=seconds, bytes=nbytes, pinned=most_pinned())
 
 
-def _follows(road, own, model):
-    held = model.weights(0)
+def _follows(road, own, every):
+    held = every.of(0)
     reading = Reading(held, road.graph) if road.mib else None
     _meet(road, own, held)
     for version in range(1, 1 + road.versions):
@@ -355,9 +363,9 @@ def _follows(road, own, model):
                     os.kill(os.getpid(), signal.SIGKILL)
         found = own.receive_weights(road.timeout_s, weights=held)
         assert found is not None, f"no version came within {road.timeout_s} s"
-        said = {"got": own.received_version, "wrong": model.holds(held, version)[:9], "compared": len(held)}
+        said = {"got": own.received_version, "wrong": every.wrong(held, version)[:9], "compared": len(held)}
         if reading is not None:
-            said |= {"moved": reading.moved()[:9], "graph": reading.sees(partial(model.weights, version))}
+            said |= {"moved": reading.moved()[:9], "graph": reading.sees(partial(every.of, version))}
         say(**said)
 
 

@@ -26,9 +26,9 @@ def variables(role):
     return {"NCCL_HOSTID": f"torchrl-ext-{role}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def environment(role, **more):
-    """The command that runs another one with `variables`, and more of them."""
-    return ("env", *(f"{name}={value}" for name, value in (variables(role) | more).items()))
+def environment(role):
+    """The command that runs another one with `variables`."""
+    return ("env", *(f"{name}={value}" for name, value in variables(role).items()))
 
 
 class End:
@@ -69,10 +69,10 @@ def _ending(status):
 
 
 @contextmanager
-def running(role, roads, **environ):
+def running(role, roads):
     """One end of these roads."""
     asked = json.dumps([dataclasses.asdict(road) for road in roads])
-    with running_python(CODE, role, asked, prefix=environment(role, **environ)) as child:
+    with running_python(CODE, role, asked, prefix=environment(role)) as child:
         yield End(role, child)
 
 
@@ -142,7 +142,7 @@ def outlived(victim, transports, *, mib, timeout_s=20):
     """
     survivor, said = OTHER[victim], []
     how = {"mib": mib, "timeout_s": timeout_s}
-    fatal = [Road(transport=one, versions=2, dies=victim, fails=victim, **how) for one in transports]
+    fatal = [Road(transport=one, versions=2, dies=victim, **how) for one in transports]
     roads = placed([*fatal, Road(transport=transports[0], versions=1, **how)])
     with roads as (*fatal, last), running(survivor, [*fatal, last]) as alive:
         copy_gbps = alive.hear("up")["copy_gbps"]
@@ -171,19 +171,3 @@ def _outlived(road, victim, alive, timeout_s):
         seconds = round(time.monotonic() - began, 2)
         assert alive.hear("lives", timeout_s)["lives"] == 3
         return {"error": error["error"], "text": error["text"][:_SHOWN], "seconds": seconds}
-
-
-def disagreeing(name, value, *, timeout_s=20):
-    """Set a variable at the worker only; both ends have to say in time that they do not meet, and one names it."""
-    road = Road(transport="collective", mib=3, versions=1, fails=name, timeout_s=timeout_s)
-    with (
-        placed([road]) as (road,),
-        running("trainer", [road]) as trainer,
-        running("worker", [road], **{name: value}) as worker,
-    ):
-        for end in (trainer, worker):
-            end.hear("up")
-        began = time.monotonic()
-        texts = [end.hear("error", timeout_s + _SURE_S)["text"] for end in (trainer, worker)]
-        assert any(name in text for text in texts), f"nobody names {name}: {texts}"
-        return {"seconds": round(time.monotonic() - began, 2), "text": texts[0][:_SHOWN]}

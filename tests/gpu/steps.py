@@ -66,7 +66,7 @@ class _Tests:
     def __init__(self, folder, name, *more):
         import pytest
 
-        self._passed, self._failed = 0, []
+        self._passed, self._skipped, self._failed = 0, [], []
         alone = ("-q", "-p", "no:cacheprovider", "--confcutdir", folder, "-o", "addopts=")
         self._status = pytest.main([*alone, *more, f"{folder}/{name}"], plugins=[self])
 
@@ -74,10 +74,12 @@ class _Tests:
         if report.failed:
             self._failed.append(f"{report.nodeid.rpartition('::')[2]}: {str(report.longrepr).splitlines()[-1]}")
         self._passed += report.when == "call" and report.passed
+        if report.skipped:
+            self._skipped.append(report.longrepr[2])
 
     def figures(self):
         failed = self._failed or ([] if self._passed else [f"nothing ran: {self._status!r}"])
-        return {"passed": self._passed, "failures": failed}
+        return {"passed": self._passed, "skipped": sorted({*self._skipped}), "failures": failed}
 
 
 def kernels(scale):
@@ -161,21 +163,11 @@ def deaths(scale):
     return {"survived": found, "failures": failures}
 
 
-def settings(scale):
-    """A setting of NCCL at one end only is named in time."""
-    _require_nccl()
-    return pairs.disagreeing("NCCL_PROTO", "Simple")
-
-
-def absent(scale):
-    """A rank that is not there for the first exchange, and what else the tests of NCCL's failures have."""
-    _require_nccl()
-    return _Tests("tests/gpu", "test_nccl_failures.py").figures()
-
-
-def _require_nccl():
+def nccl(scale):
+    """The tests of NCCL's failures: a rank that does not come, an end that is killed, a setting at one end only."""
     if device().type != "cuda":
         raise Skipped("no NCCL: gloo carries host copies here")
+    return _Tests("tests/gpu", "test_nccl_failures.py").figures()
 
 
 _SERVER = """
