@@ -9,7 +9,7 @@ import select
 import signal
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from tests.gpu.ends import GROUPS, Road
 from tests.processes import WAIT_S, running_python
@@ -49,8 +49,9 @@ class End:
 
     def go(self):
         """Have the trainer send the next version."""
-        self.child.stdin.write("go\n")
-        self.child.stdin.flush()
+        with suppress(BrokenPipeError):  # it ended, which is heard next
+            self.child.stdin.write("go\n")
+            self.child.stdin.flush()
 
     def _line(self, until):
         stream = self.child.stdout.fileno()

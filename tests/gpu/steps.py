@@ -134,7 +134,8 @@ def ipc(scale):
     """Memory that a trainer shares, and whether all of it is free again after a worker was killed."""
     before = _free_bytes()
     found = _travelled([_road("ipc", scale, few=4000), _road("ipc", scale, mib=8192, versions=2)])
-    found["killed"] = pairs.outlived("worker", ["ipc"], mib=max(48, int(1024 * scale)))  # more than the memory takes
+    found["killed"], failures = _outlived(["worker"], ["ipc"], max(48, int(1024 * scale)))  # more than the memory takes
+    found["failures"] += failures
     if before is not None:
         found["kept_mib"] = (before - _free_bytes()) >> 20
         if found["kept_mib"] > 64:
@@ -153,14 +154,19 @@ def graph(scale):
 
 
 def deaths(scale):
-    """An end killed in the middle of a broadcast: the other one reports it, lives, and goes on in another group."""
+    """An end killed in the middle of a version: the other one reports it, lives, and goes on in another group."""
+    found, failures = _outlived(["worker", "trainer"], ["collective", "sharded"], max(6, int(1024 * scale)))
+    return {"survived": found, "failures": failures}
+
+
+def _outlived(victims, transports, mib):
     found, failures = [], []
-    for victim in ("worker", "trainer"):
+    for victim in victims:
         try:
-            found += pairs.outlived(victim, ["collective", "sharded"], mib=max(6, int(1024 * scale)))
+            found += pairs.outlived(victim, transports, mib=mib)
         except AssertionError as error:
             failures.append(f"{victim} killed: {error}")
-    return {"survived": found, "failures": failures}
+    return found, failures
 
 
 def nccl(scale):
