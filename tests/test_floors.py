@@ -215,6 +215,18 @@ def test_nobody_asks_with_hasattr_and_nothing_of_ours_is_pickled():
         assert not [call for call in calls for one in call.keywords if one.arg == "weights_only"], path
 
 
+def test_a_device_is_any_vendors_but_for_nccl():
+    """`torch.cuda` is one vendor's; the others' devices would go past what is asked of it."""
+    asking = set()
+    for path in modules():
+        for node in ast.walk(tree_of(path)):
+            names = {alias.name for alias in node.names} if isinstance(node, (ast.Import, ast.ImportFrom)) else set()
+            asks = isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda")
+            if asks or names & {"torch.cuda"} or ("cuda" in names and getattr(node, "module", "") == "torch"):
+                asking.add(str(path.relative_to(PACKAGE)))
+    assert asking <= {"base/devices.py", "data/group/nccl.py"}
+
+
 def test_the_top_level_of_the_repository_holds_nothing_else():
     expected = {
         "torchrl_ext", "tests", "tutorials", "docs", "setup.py", "README.md", "pyproject.toml", "LICENSE",

@@ -5,6 +5,7 @@ import torch
 
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint
+from torchrl_ext.base import devices
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 
@@ -25,3 +26,33 @@ def test_absent_or_invalid_device_is_refused_first(tmp_path, device, words):
     ):
         with pytest.raises(ConfigError, match=words):
             ask()
+
+
+class TestAccelerator:
+    """A device of whatever vendor, by what torch says of it."""
+
+    def test_its_devices_are_known_by_type_and_index(self, lag):
+        assert devices.accelerator() == "lag" and devices.current_device() == lag
+        with devices.current(torch.device("lag:1")):
+            assert devices.current_device() == torch.device("lag:1")
+        assert devices.current_device() == lag
+        assert devices.visible_devices() == ("", ["0", "1"]) and len(set(devices.uuids())) == 2
+        assert devices.usable_device("lag:1").index == 1
+        for absent in ("lag:7", "cuda:0"):
+            with pytest.raises(ConfigError, match=rf"{absent}.*this process sees [02] devices of type"):
+                devices.usable_device(absent)
+
+    def test_cached_memory_is_asked_for_where_nothing_is_kept(self, lag, monkeypatch):
+        """Torch's own call fails where a vendor's allocator is none of its kind; theirs may as well."""
+        devices.free_cached()
+        monkeypatch.setattr(torch.lag, "empty_cache", lambda: (_ for _ in ()).throw(RuntimeError("no cache")))
+        devices.free_cached()
+
+    def test_a_worker_stages_on_the_device_of_its_model(self, lag):
+        """Not on the current one of whichever thread handles its messages."""
+        held, policy = {"x": torch.zeros(5, device="lag:1")}, {"x": torch.ones(5, device=lag)}
+        transport = tx.make_transport("ipc")
+        with tx.WeightSender(transport, tx.make_engine("inprocess", engine=held)) as sender:
+            assert sender.update_weights(policy).proof == "in place"
+            assert [segment.flat.device for segment in transport._segments.values()] == [torch.device("lag:1")]
+            assert held["x"].tolist() == [1.0] * 5
