@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.group.process_group import HOST as SIZES
-from torchrl_ext.data.transports.buckets import BufferPool, Lander, Packer, layout
+from torchrl_ext.data.transports.buckets import BufferPool, Lander, Packer, copy_each, layout
 from torchrl_ext.data.transports.collective import buckets_of
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
 
@@ -115,3 +116,19 @@ def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():
     del view
     again = [pool.take(1000) for _ in range(3)]
     assert where in [buffer.data_ptr() for buffer in again]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int8])
+def test_elements_of_a_byte_are_copied_as_bytes(dtype, monkeypatch):
+    """A device's kernel for many copies may know only some dtypes of a byte."""
+    copy = torch._foreach_copy_
+
+    def only_common(targets, sources):
+        assert {one.dtype for one in (*targets, *sources)} <= {torch.uint8, torch.float32}
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", only_common)
+    sources = [any_bits(dtype, 5, 3, seed=1), laid_out(any_bits(dtype, 4, 6, seed=2), "transposed"), torch.ones(3)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_each(sources, targets)
+    assert all(map(same_bits, sources, targets))

@@ -77,8 +77,9 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         if target.numel() >= _LARGE_ELEMENTS and is_plain(source, HOST) and is_plain(target, HOST):
             as_bytes(target.detach()).numpy()[:] = as_bytes(source.detach()).numpy()
         else:
-            small_sources.append(source)
-            small_targets.append(target)
+            byte = target.dtype.itemsize == 1  # the kernel for many on CUDA does not know each of these dtypes
+            small_sources.append(source.view(torch.uint8) if byte else source)
+            small_targets.append(target.view(torch.uint8) if byte else target)
     if small_targets:
         torch._foreach_copy_(small_targets, small_sources)
 
