@@ -15,7 +15,7 @@ from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedErr
 from torchrl_ext.base.messages import Load
 from torchrl_ext.data.transports.base import Update
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.sync.receiver import WeightReceiver
 
 PORTS = (*MAKES, "module")
@@ -161,7 +161,7 @@ class Trainer:
             handoff = self._transport.prepare(Update(source=source, version=version), Deadline(10))
             own = {"transport": "disk", "version": version, "params": [meta.to_json() for meta in self._params]}
             self._loads[version] = {**own, **handoff.info}
-            self._digests[version] = {name: tensor_digest(tensor) for name, tensor in source}
+            self._digests[version] = {name: position_digest(tensor).hex() for name, tensor in source}
 
     def invitation(self):
         self._joined += 1

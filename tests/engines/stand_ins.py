@@ -15,7 +15,7 @@ from starlette.routing import Route
 from torchrl_ext.base.messages import Start, read
 from torchrl_ext.base.routes import ANSWERS, CHANNEL, Flush
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.engines.sglang import routes as sglang_routes
 from torchrl_ext.engines.vllm import endpoint
 from torchrl_ext.sync.engine_worker import EngineWorker
@@ -43,7 +43,7 @@ class Engine:
         self.hanging, self.let_go = threading.Event(), threading.Event()
 
     def digests(self):
-        return {name: tensor_digest(tensor) for name, tensor in self.held.items()}
+        return {name: position_digest(tensor).hex() for name, tensor in self.held.items()}
 
     async def reached(self, call):
         if call == self.hangs:

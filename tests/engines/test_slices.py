@@ -11,7 +11,7 @@ from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityEr
 from torchrl_ext.data.landing.sliced import Sliced, part_of
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import position_digest, tensor_digest
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
 from torchrl_ext.engines.runtime import reachable
 
@@ -251,10 +251,10 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
 def test_start_checkpoint_counts_as_held_until_invalidation(loader):
     """The loader gives the digests of its start checkpoint, and refuses once it was invalidated."""
     expected = {name: position_digest(tensor).hex() for name, tensor in weights(0).items()}
-    assert loader.position_digests() == expected
+    assert loader.digests() == expected
     loader.invalidate()
     with pytest.raises(ConfigError, match="base="):
-        loader.position_digests()
+        loader.digests()
 
 
 @pytest.mark.parametrize("by_targets", [True, False])
@@ -369,7 +369,7 @@ def test_partial_update_lands_like_a_cold_start(loader, rank, by_slices):
         digests = loaded(loader, 1, names, by_slices)
         landed |= names
         assert_is(loader.model.module, mixed(rank, 1, landed))
-        assert by_slices or digests == {name: tensor_digest(weights(1)[name]) for name in names}
+        assert by_slices or digests == {name: position_digest(weights(1)[name]).hex() for name in names}
     assert loader.model.opened == [["down", "mixer"]]
     assert {"down", "decay"} <= set(loader.model.module.handed) <= {"down", "decay", "corner"}
 

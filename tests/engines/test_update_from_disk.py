@@ -16,7 +16,7 @@ from tests.hostile import worse_json
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.base.routes import MAX_BODY_BYTES
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.server import make_app
 
@@ -91,7 +91,9 @@ def ask(engine, route, body=None, expected=200):
 def serves(engine, named):
     """Whether the engine holds these tensors."""
     found = engine.digests()
-    return {name: found[name] for name in named} == {name: tensor_digest(tensor) for name, tensor in named.items()}
+    return {name: found[name] for name in named} == {
+        name: position_digest(tensor).hex() for name, tensor in named.items()
+    }
 
 
 @pytest.fixture

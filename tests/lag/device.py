@@ -98,12 +98,9 @@ def counts() -> dict[str, int]:
     return {name: torch.ops.lag.count(name) for name in _COUNTED}
 
 
-@contextmanager
-def waits() -> Iterator[dict[str, int]]:
-    """Count how often the host waits for the device in the block; the yielded mapping is filled at its end."""
-    before, found = counts(), dict[str, int]()
-    yield found
-    found |= {name: torch.ops.lag.count(name) - before[name] for name in _WAITS}
+def waits() -> int:
+    """Return how often the host has waited for the device until now."""
+    return sum(torch.ops.lag.count(name) for name in _WAITS)
 
 
 @contextmanager

@@ -7,11 +7,12 @@ queued is read by another one only after an event (`recorded`, `wait_for`), or a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError
 
@@ -22,10 +23,12 @@ __all__ = [
     "backend_of",
     "current",
     "current_device",
+    "download",
     "free_cached",
     "known_device",
     "recorded",
     "settle",
+    "upload",
     "usable_device",
     "uuids",
     "visible_devices",
@@ -140,3 +143,23 @@ def usable_device(device: torch.device | str | int) -> torch.device:
             hint=f"check {f'{variable}, and ' if variable else ''}that this environment's torch was built for it",
         )
     return chosen
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on ``device``; the host does not wait, as the copy is out of pinned memory."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on the host, and what lies there as it is; waits once for each accelerator.
+
+    Tensors of an accelerator may be what this thread queued last on its current stream.
+    """
+    found = [
+        one if one.device.type == "cpu" else torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors
+    ]
+    for copy, one in zip(found, tensors, strict=True):
+        if copy is not one:
+            copy.copy_(one, non_blocking=True)
+    settle(one.device for one in tensors)
+    return found

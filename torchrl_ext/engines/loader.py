@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
+from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
@@ -26,7 +27,7 @@ from torchrl_ext.data.landing.placement import Landing, Placement, record
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
-from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
+from torchrl_ext.data.weights.digests import Digests, PositionDigest, digests_of, position_digest
 from torchrl_ext.data.weights.shared import UNCHANGED, Place, refuse_digests, shared
 from torchrl_ext.engines.plugin import combine
 from torchrl_ext.engines.rehearsal import Rehearsal, rehearse, start_tensors
@@ -146,8 +147,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     `digests` reads a tensor back from the live model if this worker holds all of it, unchanged. For other tensors it
     returns the digest of the tensor that the model's loader received: a packed or quantised form cannot be read in
-    checkpoint coordinates, so the rehearsal must show that it is right. Tensors that land in one memory have to have
-    one digest.
+    checkpoint coordinates, so the rehearsal must show that it is right. Before any were received, they are those of the
+    start checkpoint, while no other weights were loaded. Tensors that land in one memory have to have one digest.
 
     Args:
         model: the worker's model.
@@ -176,7 +177,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._slices: Slices | None = None  # of this placement and these pieces, once they were asked for
         self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
-        self._handed: dict[str, str] = {}
+        self._handed: dict[str, str] = {}  # what the model's loader got, with a digest where that was needed at once
+        self._taken = Digests()  # of the others that cannot be read back, if somebody will ask
         self._staged: Mapping[str, PositionDigest] = {}
         self._expected: Mapping[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
@@ -526,15 +528,17 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         direct = self._direct if sliced is None else sliced.direct
         tied = set() if self._rehearsing else {place.name for places in self.shared for place in places}
         for name, tensor in pairs:
-            digested = name in tied or (self._needs_digests and not self._readable(name))
-            digest = tensor_digest(tensor) if digested and not self.takes_slices else ""
+            digest = position_digest(tensor).hex() if name in tied and not self.takes_slices else ""
             if name in tied:
                 refuse_digests(self.shared, {**self._handed, name: digest})
+            elif self._needs_digests and not self.takes_slices and not self._readable(name):
+                self._taken.add(name, tensor)
             self._handed[name] = digest
             if name not in direct:
                 yield name, tensor
             elif tensor is not self._targets.get(name):
                 write_pieces(tensor, self._pieces.get(name, ()))
+        self._taken.launch()
 
     def finish(self) -> None:
         """End the load: convert the layers to the form that the model computes with.
@@ -590,11 +594,22 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._refuse_asleep()
         self._follow()
         self.compare_start()
-        found = dict(self._handed)
-        for meta in self._params:
-            if meta.name in found and self._readable(meta.name):
-                found[meta.name] = tensor_digest(read(meta, self._pieces[meta.name]))
-        return found
+        whole = self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params)
+        if not self._handed and not whole:
+            start = None if self.modified else self.start_weights()
+            if start is None:
+                raise ConfigError(
+                    "this engine cannot read its weights back, and no longer holds the weights that it was started "
+                    "with",
+                    hint="leave base= out, so that the trainer first sends a full version",
+                )
+            return {name: one.hex() for name, one in digests_of(start).items()}
+        names, shares = self._handed or self._pieces, self._patcher.shares
+        here = [meta for meta in self._params if meta.name in names and self._readable(meta.name)]
+        once = {meta.name for meta in here if shares[meta.name].units == unit_of(meta.dtype).count(meta)}
+        held = self._patcher.digests_of_memory(once)
+        held |= digests_of((meta.name, read(meta, self._pieces[meta.name])) for meta in here if meta.name not in once)
+        return {**self._handed, **self._taken.hex(), **{name: one.hex() for name, one in held.items()}}
 
     def _readable(self, name: str) -> bool:
         """Return whether this worker holds the tensor whole, as it came."""
@@ -602,7 +617,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     def forget(self) -> None:
         """Forget the model's bytes and the staged changes."""
-        self._handed, self._whole = {}, []
+        self._handed, self._taken, self._whole = {}, Digests(), []
         self._patcher.forget()
 
     def invalidate(self) -> None:
@@ -610,27 +625,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self.modified = True
 
     # changes
-
-    def position_digests(self) -> dict[str, str]:
-        """Return position digests of the model's tensors that can be read back, or else of the start checkpoint's.
-
-        The start checkpoint is used only while no other weights were loaded.
-
-        Raises:
-            ConfigError: neither is available.
-        """
-        self._refuse_asleep()
-        self._follow()
-        self.compare_start()
-        if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
-            return {name: held.hex() for name, held in self._together(self._patcher.digests_of_memory()).items()}
-        start = None if self.modified else self.start_weights()
-        if start is None:
-            raise ConfigError(
-                "this engine cannot read its weights back, and no longer holds the weights that it was started with",
-                hint="leave base= out, so that the trainer first sends a full version",
-            )
-        return {name: position_digest(tensor).hex() for name, tensor in start}
 
     def stage(self, changes: Changes) -> None:
         """Translate changes of tensors that can be patched; update the others on the host."""
@@ -642,7 +636,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._load_together(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
-        compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
+        compare(digests_of(self._whole), self._expected)
 
     def confirm(self) -> None:
         """Compare the staged changes of all workers of the engine with the trainer's digests."""
@@ -652,7 +646,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def commit(self) -> None:
         self._refuse_asleep()
         self._refuse_moved()
-        self._handed, self.modified = {}, self.modified or not self._rehearsing
+        self._handed, self._taken, self.modified = {}, Digests(), self.modified or not self._rehearsing
         self._patcher.commit()
         whole, self._whole = self._whole, []
         if whole:

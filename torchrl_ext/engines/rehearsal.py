@@ -36,7 +36,7 @@ from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.placement import Landing, keeps_values
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import PositionDigest, position_digest, tensor_digest
+from torchrl_ext.data.weights.digests import Digests, PositionDigest, as_digests
 from torchrl_ext.engines import runtime
 from torchrl_ext.engines.runtime import Reading
 
@@ -298,14 +298,14 @@ class _Start:
 
     def __init__(self, loader: Rehearsed, cold: _Snapshot) -> None:
         self._loader = loader
-        self.digests: dict[str, str] = {}
         self.arriving: dict[str, _Arriving] = {}
         self.layers: dict[str, list[str]] = {}
         self.loads = 0
         self.rules: defaultdict[str, set[str]] = defaultdict(set)
         self.note(cold)
+        taken = Digests()
         for name, before in self:
-            self.digests[name] = position_digest(before).hex()
+            taken.add(name, before)
             after = changed(name, before) if chosen_positions(name, before).numel() else None
             if after is None and before.numel():
                 self.rules["indices"].add(name)
@@ -318,6 +318,7 @@ class _Start:
                     if what.exact:
                         what.before += content(_block(before, landing))
                         what.after += content(_block(after, landing))
+        self.digests = taken.hex()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._loader.start_weights() or ())
@@ -355,21 +356,22 @@ class _Snapshot:
     """
 
     def __init__(self, readings: Iterable[Reading], *, contents: bool = False) -> None:
-        self.readings: dict[str, tuple[str, str]] = {}
-        self.contents: dict[str, PositionDigest] = {}
+        taken, layers, sums = Digests(), dict[str, str](), dict[str, Tensor]()  # computed on each tensor's device
         self.answers: dict[str, Tensor] = {}
         self.left_out: list[Reading] = []
         for reading in readings:
             if reading.left_out:
                 self.left_out.append(reading)
                 continue
-            key, tensor = reading.key, reading.tensor  # its digest is computed on its device
-            digest = tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
-            self.readings[key] = (reading.layer, digest)
+            key, tensor = reading.key, reading.tensor
+            layers[key] = reading.layer
+            taken.add(key, tensor)
             if contents and not reading.derived:
-                self.contents[key] = content(tensor)
+                sums[key] = _content(tensor)
             if reading.of:
                 self.answers[f"{reading.layer}.{reading.of}"] = tensor.float()
+        self.readings = {key: (layers[key], digest) for key, digest in taken.hex().items()}
+        self.contents = dict(zip(sums, as_digests([*sums.values()]), strict=True))
 
     def differing(self, other: _Snapshot) -> dict[str, list[str]]:
         """Return the names of what differs in ``other``, or is there on one side only, by layer."""
@@ -583,8 +585,13 @@ def reverting_changes(
 
 def content(tensor: Tensor) -> PositionDigest:
     """Return the sums of the elements' bits and of their squares, modulo 2^64, which do not depend on their order."""
-    found = PositionDigest()
+    return next(as_digests([_content(tensor)]))
+
+
+def _content(tensor: Tensor) -> Tensor:
+    """Return the same as int64, shape (1, 2), on the tensor's device."""
+    found = torch.zeros(1, 2, dtype=torch.int64, device=tensor.device)
     for part in flat_bits(tensor).split(_AT_ONCE):
         wide = part.to(torch.int64)
-        found = found.plus((int(wide.sum()), int((wide * wide).sum())))
+        found += torch.stack([wide.sum(), (wide * wide).sum()])
     return found

@@ -24,7 +24,7 @@ from torchrl_ext.data.stores.opening import admit
 from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import digest_of, position_digest, tensor_digest
+from torchrl_ext.data.weights.digests import Digests, digest_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,8 +97,7 @@ class WeightReceiver:
         self._loads: list[int] = []  # versions of the loads that landed since `start`
         self._compared = ""  # digest over the digests with which the model was compared since then
         self._reads_back = False  # the trainer sends no digests, and wants to know what the model holds
-        self._arrived: dict[str, str] = {}  # digests of what arrived, if so; and those that the trainer knows
-        self._sent: dict[str, str] = {}
+        self._arrived = Digests()  # of what arrived, if so
         self._in_slices = False  # the workers of an engine get different tensors, or parts of them
         self._joined: tuple[ParamMeta, ...] = ()
         self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
@@ -274,7 +273,7 @@ class WeightReceiver:
                 hint=_AGAIN,
             )
         self._expect(part)
-        held = loader.position_digests if before.intact and isinstance(loader, Patchable) else None
+        held = loader.digests if before.intact and isinstance(loader, Patchable) else None
         changes = end.stage(version, held, self._deadline())
         if changes is not None:
             with self._comparing():
@@ -310,7 +309,7 @@ class WeightReceiver:
         """Prepare for loading in the idle engine; without staged changes, also free torch's cached device memory."""
         self._require_end()
         self._sealed = self._loading = False
-        self._loads, self._compared, self._arrived, self._sent = [], "", {}, {}
+        self._loads, self._compared, self._arrived = [], "", Digests()
         if self._staged is None:
             self._begin()
 
@@ -386,17 +385,16 @@ class WeightReceiver:
 
     def _read_back(self) -> dict[str, str]:
         """Return the digests of what the model holds; of what cannot be read back, those of what was handed over."""
-        held = self._require_loader().digests().items()
-        return {name: one or self._arrived.get(name, "") for name, one in held}
+        held, arrived = self._require_loader().digests(), self._arrived.hex()
+        return {name: one or arrived.get(name, "") for name, one in held.items()}
 
     def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same pairs, and note what the tensors are; slices have been compared where they lie."""
         for name, tensor in pairs:
             if not isinstance(tensor, Sliced):
-                self._arrived[name] = tensor_digest(tensor)
-                if not self._in_slices:
-                    self._sent[name] = position_digest(tensor).hex()
+                self._arrived.add(name, tensor)
             yield name, tensor
+        self._arrived.launch()
 
     def seal(self) -> None:
         """End the load and free its memory, so that `finish` does no work that can fail; a commit leaves none."""
@@ -405,9 +403,9 @@ class WeightReceiver:
             self._require_loader().finish()
             if self._loading:
                 free_cached()
-            if self._arrived:
-                self._compare(self._arrived, self._read_back())
-                self._compared = digest_of(self._sent)
+            if arrived := self._arrived.hex():
+                self._compare(arrived, self._read_back())
+                self._compared = "" if self._in_slices else digest_of(arrived)
             self._loads, self._sealed = loads, True
 
     def due(self, message: messages.Finish) -> None:

@@ -331,7 +331,7 @@ class WeightSender:
             base = None if whole else self._connection.delivered
             self._ranks.session.order("limit", base=base)
             source.limit(base)
-            source.digesting = self._verify and self.engine.verifies and not self._transport.carries_digests
+            source.digest(self._verify and self.engine.verifies and not self._transport.carries_digests)
             source.version = self._next_version()
             self._refuse_two_values(source)
             try:

@@ -17,7 +17,7 @@ from torchrl_ext.base.types import ParamMeta, Part
 from torchrl_ext.data.group.ranks import torch_group
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.derived import MappedSource
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import Digests
 from torchrl_ext.data.weights.source import WeightSource, checked, require_finite
 
 __all__ = ["UpdateSource", "bump", "named"]
@@ -26,7 +26,7 @@ log = logging.getLogger("torchrl_ext")
 
 
 class UpdateSource(WeightSource):
-    """The source of one update, which renames, casts, checks and hashes tensors during iteration.
+    """The source of one update, which renames, casts, checks and digests tensors.
 
     Args:
         source: the weights to send.
@@ -38,8 +38,6 @@ class UpdateSource(WeightSource):
     Attributes:
         only: names of the tensors that may differ from the last update; None for all.
         version: the version number of the update.
-        digesting: whether iteration computes a digest of each tensor.
-        digests: digests from the last iteration, by name; empty unless `digesting`.
         count, bytes: number and bytes of the tensors in the last iteration, over this source or its `shards`; a sharded
             tensor counts as a whole on every rank.
         model_bytes: bytes of all tensors, including those that are not sent.
@@ -64,8 +62,9 @@ class UpdateSource(WeightSource):
         self._names: frozenset[str] | None = None  # names of the tensors that iteration yields; None for all
         self._params = self._all = self.whole.params()
         self._checked: Collection[str] | None = None  # names of tensors that `require_finite` has seen; None before it
-        self.digesting = False
-        self.version, self.digests = 0, dict[str, str]()
+        self._digesting, self._ahead, self._coming = False, Digests(), Digests()
+        self._held: Mapping[str, Tensor] = {}  # digested ahead
+        self.version = 0
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         self.count = self.bytes = 0
         self.model_bytes = sum(meta.nbytes for meta in self._params)
@@ -96,6 +95,24 @@ class UpdateSource(WeightSource):
             require_finite(name, tensor)
         self._checked = held.keys()
 
+    def digest(self, wanted: bool) -> None:
+        """Set whether `digests` are taken of the tensors to send: now of those that this process holds, and of all
+        others as iteration makes them, since engines are paused while most transports iterate.
+        """
+        self._digesting, self._ahead, self._coming = wanted, Digests(), Digests()
+        self._held = self.held() if wanted else {}
+        for name, tensor in self._held.items():
+            self._ahead.add(name, tensor)
+        self._ahead.launch()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of the tensors to send, by name, once they were iterated over; none unless `digest` wants them.
+
+        Waits for those that are computed on an accelerator.
+        """
+        return {**self._ahead.hex(), **self._coming.hex()}
+
     def _sends(self, name: str) -> bool:
         return self._names is None or name in self._names
 
@@ -115,21 +132,23 @@ class UpdateSource(WeightSource):
         """Yield as `WeightSource.pairs`, and update `count`, `bytes` and `digests`; None yields all tensors to send."""
         names = self._names if names is None else names
         stream = self._stream = iter(self.whole) if names is None else self.whole.pairs(names)
-        self.digests, self.count, self.bytes = {}, 0, 0
+        coming = self._coming = Digests()
+        self.count = self.bytes = 0
         for meta, tensor in checked(stream, (meta for meta in self._params if names is None or meta.name in names)):
             if self._checked is not None and meta.name not in self._checked:
                 require_finite(meta.name, tensor)
-            if self.digesting:
-                self.digests[meta.name] = tensor_digest(tensor)
+            if self._digesting and meta.name not in self._held:
+                coming.add(meta.name, tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
+        coming.launch()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.pairs()
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's blocks, and update `count` and `bytes`; raises ManifestError as `checked_shards` does."""
-        self.digests, self.count, self.bytes = {}, 0, 0
+        self.count = self.bytes = 0
         for meta, held in checked_shards(self._sent(), self._params):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the other blocks
             yield from held

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
+from torchrl_ext.data.deltas import host
 from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, Piece, Writes, flat_bits, linear_keys
+from torchrl_ext.data.deltas.kernels import BITS, Piece, Places, Writes, flat_bits, linear_keys, unsigned
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -38,6 +39,11 @@ def mixed(rows):
     z = z ^ (z >> np.uint64(31))
     y = (z ^ (z >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     return z, y ^ (y >> np.uint64(29))
+
+
+def words_of(kernels, *pieces):
+    """What kernels say that the elements of pieces add to a digest, as `summed` does."""
+    return [(one % 2**64, two % 2**64) for one, two in kernels.words(pieces).tolist()]
 
 
 def difference(after, before):
@@ -88,7 +94,7 @@ def test_words_of_a_piece_are_those_of_its_positions(way):
         memory = memory_of(name, width, torch.Generator().manual_seed(1))
         view = piece_of(name, memory).destination.reshape(-1)
         expected = summed(positions_of(name).numpy(), view)
-        assert own.words(piece_of(name, memory.to(device))) == expected, (name, width)
+        assert words_of(own, piece_of(name, memory.to(device))) == [expected], (name, width)
 
 
 @pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
@@ -101,7 +107,29 @@ def test_words_of_a_large_transposed_piece_match_its_positions(way, stride):
         turned = memory.reshape(150, 1030).t()
         piece = Piece(destination=memory.to(device).reshape(150, 1030).t(), offset=3, strides=(stride, 1))
         expected = summed(positions.reshape(-1).numpy(), turned.reshape(-1))
-        assert own.words(piece) == expected, width
+        assert words_of(own, piece) == [expected], width
+
+
+def test_words_of_runs_of_every_width_offset_and_tail(way, monkeypatch):
+    """Runs begin and end anywhere in words and in rows of keys, and many are summed at once."""
+    own, device = way
+    monkeypatch.setattr(host, "_CHUNK_BYTES", 4 * 8192)
+    for width in WIDTHS:
+        row, generator = 8192 // width, torch.Generator().manual_seed(6)
+        places = itertools.product(
+            (0, 1, 2, 3, 5, row - 1, row, 3 * row + 2), (0, 1, 2, 3, 4, 7, row - 2, row, 2 * row + 5)
+        )
+        runs = [(offset, bits(size, width, generator)) for offset, size in places]
+        runs.append((9, bits(11 * row + 3, width, generator)))  # in several parts
+        pieces = []
+        for number, (offset, run) in enumerate(runs):  # memory itself begins anywhere, too
+            memory = torch.cat([run[:0].new_zeros(number % 4), run]).to(device)
+            pieces.append(Piece(destination=memory[number % 4 :], offset=offset, strides=(1,)))
+        expected = [summed(np.arange(offset, offset + run.numel()), run) for offset, run in runs]
+        assert words_of(own, *pieces) == expected, width
+        whole = bits(2 * row + 1, width, generator).to(device)[1:]  # rows of words that begin within one
+        piece = Piece(destination=whole, offset=0, strides=(1,))
+        assert words_of(own, piece) == [summed(np.arange(2 * row), whole)], width
 
 
 @pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
@@ -131,12 +159,49 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         words = difference(summed(listed, expected[where]), summed(listed, memory[where]))
         target = memory.to(device)
         piece = piece_of(name, target)
-        landed = own.land(piece, positions, payload, ordered)
+        landed = landed_by(own, [[piece]], [piece.end], positions, payload, ordered)
         case = (name, width)
-        assert torch.equal(target.cpu(), memory) and landed.words == words, case
-        assert sorted(landed.offsets.tolist()) == sorted(where), case
-        own.scatter(piece.memory, landed.offsets, landed.values)
+        (found,) = landed.words.tolist()
+        assert torch.equal(target.cpu(), memory) and tuple(one % 2**64 for one in found) == words, case
+        assert sorted(landed.writes.offsets.tolist()) == sorted(where), case
+        own.scatter(piece.memory, landed.writes.offsets, landed.writes.values)
         assert torch.equal(target.cpu(), expected), case
+
+
+def landed_by(kernels, segments, sizes, positions, payload, ordered):
+    firsts = np.array([0, *itertools.accumulate(sizes)])
+    changes = positions.numpy(), unsigned(payload)
+    return kernels.land(Places(segments), slice(0, len(segments)), firsts, *changes, ordered)
+
+
+@pytest.mark.parametrize("ordered", (None, True), ids=("bits", "steps"))
+def test_changes_land_in_many_pieces_of_many_segments(way, ordered):
+    """Each segment has its own pieces: none, several, with and without gaps; some share positions."""
+    own, device = way
+    names = [[], ["turned"], ["columns", "rows of a fused one"], ["whole"], ["whole", "whole"], ["heads"]]
+    for width in WIDTHS:
+        generator = torch.Generator().manual_seed(8)
+        memories = [[memory_of(name, width, generator) for name in own_names] for own_names in names]
+        live = [[memory.clone().to(device) for memory in own_memories] for own_memories in memories]
+        segments = [[piece_of(*one) for one in zip(*both, strict=True)] for both in zip(names, live, strict=True)]
+        sizes = [max([5000, *(piece.end for piece in own_pieces)]) for own_pieces in segments]
+        positions = torch.arange(sum(sizes))
+        positions = positions[torch.rand(positions.shape, generator=generator) < 0.4].to(torch.int32)
+        payload = bits(positions.numel(), width, generator)
+        landed = landed_by(own, segments, sizes, positions, payload, ordered)
+        own.write(landed.writes)
+        alone, first = [], 0
+        for pieces, own_names, own_memories, size in zip(segments, names, memories, sizes, strict=True):
+            inside = (positions >= first) & (positions < first + size)
+            for name, piece, memory in zip(own_names, pieces, own_memories, strict=True):
+                single = piece_of(name, memory.clone().to(device))
+                changes = positions[inside] - first, payload[inside]
+                expected = landed_by(own, [[single]], [size], *changes, ordered)
+                own.scatter(single.memory, expected.writes.offsets, expected.writes.values)
+                assert torch.equal(piece.memory, single.memory), (name, width)
+                alone += expected.words.tolist()
+            first += size
+        assert landed.words.tolist() == alone, width
 
 
 def moved(before, steps, ordered):
@@ -168,15 +233,26 @@ def test_one_list_is_written_into_many_tensors(way, width, index):
         expected[first + offsets] = values
         target = live[first : first + size]
         runs.append((target, offsets.to(index).to(device), values.to(device)))
-    writes = Writes.of(runs)
+    writes = listed(runs)
     sums = own.sums(*writes[2:]).tolist()
     assert sums == [added_up(offsets, values) for _, offsets, values in runs]
     assert own.write(writes).tolist() == sums
     assert torch.equal(live.cpu(), expected)
     twice = torch.zeros(2, dtype=index, device=device), live.new_tensor([1, 2])  # one element cannot hold both
-    writes = Writes.of([*runs, (live[5000:5001], *twice)])
+    writes = listed([*runs, (live[5000:5001], *twice)])
     assert own.write(writes).tolist()[:-1] == sums
     assert own.write(writes).tolist()[-1] != own.sums(*writes[2:]).tolist()[-1]
+
+
+def listed(runs):
+    targets, offsets, values = zip(*runs, strict=True)
+    return Writes(
+        targets=targets,
+        addresses=torch.tensor([target.data_ptr() for target in targets]),
+        ends=torch.tensor([one.numel() for one in values]).cumsum(0),
+        offsets=torch.cat(offsets),
+        values=torch.cat(values),
+    )
 
 
 def added_up(offsets, values):

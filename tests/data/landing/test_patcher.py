@@ -6,6 +6,7 @@ import torch
 
 from tests.data.deltas.data import random_bits, steps_of
 from tests.data.landing.changes import Listed
+from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
@@ -14,7 +15,7 @@ from torchrl_ext.data.deltas.table import SparsePatch, StepPatch, diff, units
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.data.landing.placement import record
-from torchrl_ext.data.weights.digests import PositionDigest, position_digest
+from torchrl_ext.data.weights.digests import PositionDigest, as_digests, position_digest
 from torchrl_ext.testing import WAIT_S, same_bits
 
 SIZES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "gate": (10, 6), "up": (10, 6), "down": (6, 10), "turned": (6, 4)}
@@ -99,8 +100,8 @@ def patch_of(kind, meta, old, new):
 
 
 def held_digest(pieces):
-    words = (kernels_on(piece.memory.device).words(piece) for piece in pieces)
-    return sum((PositionDigest(*each) for each in words), PositionDigest())
+    words = [kernels_on(piece.memory.device).words([piece]) for piece in pieces]
+    return sum(as_digests(words), PositionDigest())
 
 
 @pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
@@ -140,7 +141,7 @@ def step(old, new):
 
 def state(seed):
     generator = torch.Generator().manual_seed(seed)
-    return {name: random_tensor((40, 50), torch.bfloat16, generator) for name in ("a", "b")}
+    return {name: random_tensor((200, 100), torch.bfloat16, generator) for name in ("a", "b")}
 
 
 def copy_of(tensors):
@@ -152,9 +153,9 @@ class Watched(TorchKernels):
 
     digested, losing = 0, False
 
-    def words(self, piece):
-        self.digested += piece.destination.numel()
-        return super().words(piece)
+    def words(self, pieces):
+        self.digested += sum(piece.destination.numel() for piece in pieces)
+        return super().words(pieces)
 
     def scatter(self, target, offsets, values):
         super().scatter(target.clone() if self.losing else target, offsets, values)
@@ -168,7 +169,7 @@ def test_patcher_reads_tensors_back_before_pauses_only():
     patcher.digests_of_memory()
     kernels.digested = 0
     for turn in range(READ_BACK_VERSIONS):
-        new = {name: patched_copy(tensor, (0.01, 0.5, 0.0)[turn % 3], generator) for name, tensor in old.items()}
+        new = {name: patched_copy(tensor, (0.01, 0.2, 0.0)[turn % 3], generator) for name, tensor in old.items()}
         change = step(old, new)
         compare(patcher.stage(change), change.digests)
         before_pause = kernels.digested
@@ -288,6 +289,34 @@ def test_what_another_stream_staged_is_written_as_meant(density, lag):
         in_thread(stage, "stage").result(WAIT_S)
         patcher.commit()
         assert all(same_bits(live[name].cpu(), tensor) for name, tensor in new.items())
+
+
+@pytest.mark.parametrize("density", [0.05, 1.0], ids=["in lists", "as copies"])
+def test_a_device_is_waited_for_twice_for_any_number_of_tensors(density, lag):
+    """Once for digests that are read back, and once for all that is staged; a commit once."""
+    for count in (3, 12):
+        generator, shape = torch.Generator().manual_seed(3), (200, 100)
+        old = {f"{number:02}": random_tensor(shape, torch.bfloat16, generator) for number in range(count)}
+        new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+        with torch.Stream(lag):
+            pieces = {}
+            for number, (name, tensor) in enumerate(old.items()):  # straight, turned, and in the columns of another one
+                turned, wide = (
+                    tensor.t().contiguous().to(lag).t(),
+                    torch.zeros(200, 120, dtype=tensor.dtype, device=lag),
+                )
+                wide[:, :100] = tensor.to(lag)
+                live = (tensor.to(lag), turned, wide[:, :100])[number % 3]
+                pieces[name] = [Piece(destination=live, offset=0, strides=(100, 1))]
+            patcher = Patcher(pieces)
+            for before, after in ((old, new), (new, old)):  # the first time keys go to the device
+                change, start = step(before, after), waits()
+                compare(patcher.stage(change), change.digests)
+                staged = waits()
+                patcher.commit()
+                landed = waits()
+            assert (staged - start, landed - staged) == (2, 1), count
+            assert all(same_bits(own[0].destination.cpu(), old[name]) for name, own in pieces.items())
 
 
 @pytest.mark.parametrize("own", [HostKernels, TorchKernels])

@@ -20,7 +20,7 @@ from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.data.landing.loader import Sliceable, WeightLoader
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import byte_view, tensor_digest
+from torchrl_ext.data.weights.digests import byte_view, position_digest
 from torchrl_ext.sync.engine_worker import EngineWorker
 
 WAIT_S = 60
@@ -74,7 +74,9 @@ class SliceLoader(WeightLoader, Sliceable):
     def digests(self):
         """Of what came whole; the transport compares slices where they lie."""
         whole = {meta.name: Block.whole(meta.shape) for meta in self._params}
-        return {name: tensor_digest(held) for name, (block, held) in self.memory.items() if block == whole.get(name)}
+        return {
+            name: position_digest(held).hex() for name, (block, held) in self.memory.items() if block == whole.get(name)
+        }
 
     def held(self):
         return {name: byte_view(tensor).sum(dtype=torch.int64).item() for name, (_, tensor) in self.memory.items()}

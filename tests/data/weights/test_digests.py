@@ -9,14 +9,15 @@ import torch
 from tests.data.deltas.data import random_bits
 from torchrl_ext.data.deltas.host import HostKernels
 from torchrl_ext.data.deltas.kernels import Piece, linear_keys
-from torchrl_ext.data.weights.digests import PositionDigest, position_digest
+from torchrl_ext.data.weights.digests import PositionDigest, as_digests, position_digest
 
 
 def of_part(full: torch.Tensor, ranges) -> PositionDigest:
     """The digest of a rectangular part, at its place in the full tensor."""
     part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
     offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
-    return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride())))
+    (found,) = as_digests([HostKernels().words([Piece(destination=part, offset=offset, strides=full.stride())])])
+    return found
 
 
 def test_digest_keys_are_nonzero_and_distinct_under_shifts():

@@ -226,9 +226,9 @@ def _same_weights(model: Any, urls: Sequence[str]) -> bool:
     """
     from torchrl_ext.control.http import HTTPSession
     from torchrl_ext.data.weights.derived import as_source
-    from torchrl_ext.data.weights.digests import tensor_digest
+    from torchrl_ext.data.weights.digests import digests_of
 
-    own = {name: tensor_digest(tensor) for name, tensor in as_source(model)}
+    own = {name: one.hex() for name, one in digests_of(as_source(model)).items()}
     for url in urls:
         answer = HTTPSession(url).call("GET", "/weights_digest")
         held = answer.json()["digests"] if answer.ok else own

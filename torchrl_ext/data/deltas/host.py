@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.base.devices import upload
 from torchrl_ext.data.deltas.kernels import (
+    BITS,
     ROW,
     SEED,
     UNSIGNED,
     Kernels,
     Landed,
     Piece,
-    Words,
+    Places,
     Writes,
     linear_keys,
     unsigned,
 )
+from torchrl_ext.data.deltas.table import index_dtype
 
 __all__ = ["HostKernels", "TorchKernels", "kernels_on"]
 
-_PIECE = 1 << 22  # elements whose words are held at a time, 8 bytes each in a handful of temporaries
+_AT_ONCE = 1 << 20  # elements whose words are held at a time, 8 bytes each in a dozen temporaries
+_ROW_BYTES = 4 * ROW
+_CHUNK_BYTES = 4096 * _ROW_BYTES  # bytes whose words are: twice as many in a temporary
 
 
 def _signed(constant: int) -> int:
@@ -50,90 +56,96 @@ def _wide(bits: Tensor) -> Tensor:
     return bits.to(torch.int64) & ((1 << width) - 1) if width < 64 else bits
 
 
-def _factors(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the sums of rows of words are multiplied by."""
+def _factors(rows: Tensor) -> Tensor:
+    """Return what the two sums of each of these rows of words are multiplied by: int64, shape (k, 2)."""
     one = rows * _GOLDEN + _signed(SEED)
     one = (one ^ _down(one, 30)) * _M1
     one = (one ^ _down(one, 27)) * _M2
     one = one ^ _down(one, 31)
     two = (one ^ _down(one, 32)) * _M3
-    return one | 1, (two ^ _down(two, 29)) | 1
+    return torch.stack([one, two ^ _down(two, 29)], 1) | 1
 
 
 @functools.cache
 def _keys_on(device: torch.device) -> Tensor:
-    return torch.from_numpy(linear_keys().astype("int64")).to(device)
+    return torch.from_numpy(linear_keys().astype("int64").T.copy()).to(device)
 
 
-def _sums(positions: Tensor, bits: Tensor) -> Tensor:
-    """Return the words that elements add to a digest: int64, shape (2,)."""
-    byte, wide = positions * bits.element_size(), _wide(bits)
+def _terms(positions: Tensor, width: int, low: Tensor, high: Tensor) -> Tensor:
+    """Return what elements add to a digest: int64, shape (k, 2).
+
+    Args:
+        positions: int64, shape (k,).
+        width: bytes of an element.
+        low, high: int64, shape (k,): what their lower and their upper 32 bits count for.
+    """
+    byte = positions * width
     word, shift = byte >> 2, (byte & 3) << 3
     keys, at = _keys_on(positions.device), word & (ROW - 1)
-    factors = _factors(torch.div(word, ROW, rounding_mode="floor"))
-    one, two = (((wide & 0xFFFFFFFF) + 1 << shift) * row[at] for row in keys)
-    if bits.element_size() == 8:
-        high = _down(wide, 32) + 1
-        one, two = one + high * keys[0, at + 1], two + high * keys[1, at + 1]
-    return torch.stack([(one * factors[0]).sum(), (two * factors[1]).sum()])
+    terms = (low << shift).unsqueeze(1) * keys.index_select(0, at)
+    if width == 8:
+        terms += high.unsqueeze(1) * keys.index_select(0, at + 1)
+    return terms.mul_(_factors(torch.div(word, ROW, rounding_mode="floor")))
 
 
-def _words(total: Tensor) -> Words:
-    one, two = total.tolist()
-    return one % 2**64, two % 2**64
+def _halves(bits: Tensor) -> tuple[Tensor, Tensor]:
+    wide = _wide(bits)
+    return wide & 0xFFFFFFFF, _down(wide, 32)
+
+
+def _by_run(terms: Tensor, ends: Tensor) -> Tensor:
+    """Return the sums of runs of rows: int64, shape (runs, ...); ``ends``, on the host, says where each ends."""
+    upto = torch.cat([terms.new_zeros(1, *terms.shape[1:]), terms.cumsum(0)])
+    return upto.index_select(0, upload(ends, terms.device)).diff(dim=0, prepend=upto[:1])
 
 
 @final
 class TorchKernels(Kernels):
     """Kernels made of torch's operators, for any device."""
 
-    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
-        total = torch.zeros(2, dtype=torch.int64, device=positions.device)
-        for at in range(0, positions.numel(), _PIECE):
-            end = at + _PIECE
-            here = positions[at:end].to(torch.int64)
-            total += _sums(here, after[at:end]) - _sums(here, before[at:end])
-        return _words(total)
+    def words(self, pieces: Sequence[Piece]) -> Tensor:
+        straight = [*map(_straightened, pieces)]
+        runs = [piece for piece in straight if piece.straight]
+        found = [_words_of_runs(runs)] if runs else []
+        if len(runs) == len(pieces):
+            return found[0]
+        own = chain.from_iterable(found)
+        return torch.stack([next(own) if piece.straight else _words_of_view(piece) for piece in straight])
 
-    def words(self, piece: Piece) -> Words:
-        device, count = piece.memory.device, piece.destination.numel()
-        total = torch.zeros(2, dtype=torch.int64, device=device)
-        for at in range(0, count, _PIECE):
-            rest = torch.arange(at, min(at + _PIECE, count), device=device)
-            positions, offsets = torch.full_like(rest, piece.offset), torch.zeros_like(rest)
-            for size, stride, to in reversed(piece.by_memory):
-                coordinate = rest % size
-                positions += coordinate * stride
-                offsets += coordinate * to
-                rest = torch.div(rest, size, rounding_mode="floor")
-            total += _sums(positions, piece.memory.index_select(0, offsets))
-        return _words(total)
-
-    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        positions, payload = positions.to(piece.memory.device), payload.to(piece.memory.device)
-        rest = positions.to(torch.int64) - piece.offset
-        offsets, fits = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool)
-        for size, stride, to in piece.dims:
-            coordinate = torch.div(rest, stride, rounding_mode="floor")
-            fits &= coordinate < size
-            offsets += coordinate * to
-            rest = rest - coordinate * stride
-        if not piece.dense:
-            fits &= rest == 0
-            positions, payload, offsets = positions[fits], payload[fits], offsets[fits]
-        before = piece.memory.index_select(0, offsets)
-        values = payload if ordered is None else _moved(before, payload, ordered)
-        words = self._change_words(positions, before, values)
-        return Landed(offsets=offsets, values=values, words=words)
+    def land(
+        self,
+        places: Places,
+        segments: slice,
+        firsts: np.ndarray,
+        positions: np.ndarray,
+        payload: np.ndarray,
+        ordered: bool | None,
+    ) -> Landed | None:
+        found = _translated(places, segments, firsts, positions, payload, ordered, here=False)
+        if found is None:
+            return None
+        runs, spans, where, writes, _ = found
+        device = writes.targets[0].device
+        offsets, values = upload(writes.offsets, device), upload(writes.values, device)
+        sizes = writes.ends.diff(prepend=writes.ends.new_zeros(1)).tolist()
+        parts = zip(writes.targets, offsets.split(sizes), strict=True)
+        before = torch.cat([target.index_select(0, own) for target, own in parts])
+        values = values if ordered is None else _moved(before, values, ordered)
+        terms, width = [], values.element_size()
+        for own, old, new in zip(
+            *(one.split(_AT_ONCE) for one in (upload(where, device), before, values)), strict=True
+        ):
+            (low, high), (more, upper) = _halves(old), _halves(new)
+            terms.append(_terms(own.to(torch.int64), width, more - low, upper - high))
+        words = _by_run(torch.cat(terms), writes.ends)
+        return Landed(runs, spans, writes._replace(offsets=offsets, values=values), words)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         target.index_copy_(0, offsets.to(torch.int64), values)  # it takes no other; those of `land` are
 
     def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
         keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
-        total = (((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1)).cumsum(0)
-        upto = torch.cat([total.new_zeros(1), total]).index_select(0, ends)
-        return upto.diff(prepend=total.new_zeros(1))
+        return _by_run(((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1), ends)
 
     def write(self, writes: Writes) -> Tensor:
         found = []
@@ -141,6 +153,95 @@ class TorchKernels(Kernels):
             self.scatter(target, writes.offsets[at:end], writes.values[at:end])
             found.append(target.index_select(0, writes.offsets[at:end]))
         return self.sums(writes.ends, writes.offsets, torch.cat(found))
+
+
+def _straightened(piece: Piece) -> Piece:
+    """Return a piece as it is, or a straight copy of one that has every position of a range in some other order."""
+    if piece.straight or not piece.dense:
+        return piece
+    sizes, _, to = zip(*piece.dims, strict=True)
+    return Piece(destination=piece.memory.as_strided(sizes, to).reshape(-1), offset=piece.offset, strides=(1,))
+
+
+def _words_of_view(piece: Piece) -> Tensor:
+    """Return the words of any piece, element by element."""
+    device, count, width = piece.memory.device, piece.destination.numel(), piece.memory.element_size()
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    for at in range(0, count, _AT_ONCE):
+        rest = torch.arange(at, min(at + _AT_ONCE, count), device=device)
+        positions, offsets = torch.full_like(rest, piece.offset), torch.zeros_like(rest)
+        for size, stride, to in reversed(piece.by_memory):
+            coordinate = rest % size
+            positions += coordinate * stride
+            offsets += coordinate * to
+            rest = torch.div(rest, size, rounding_mode="floor")
+        low, high = _halves(piece.memory.index_select(0, offsets))
+        total += _terms(positions, width, low + 1, high + 1).sum(0)
+    return total
+
+
+def _words_of_runs(pieces: Sequence[Piece]) -> Tensor:
+    """Return the words of straight pieces, at the speed of memory: by whole words, and rows of them.
+
+    Bytes of a row that no element has count as zeros, and a word ``w`` as ``w - 2^31``, which is how an integer of 32
+    bits with its top bit flipped reads. What is missing then depends on places alone, and is added at the end: for each
+    row that, and what elements count for apart from their bits; less that for the ends of a run that are not there.
+    """
+    device, width = pieces[0].memory.device, pieces[0].memory.element_size()
+    begins, ends = (torch.tensor([(piece.offset, piece.end) for piece in pieces]) * width).T
+    first, last = begins // _ROW_BYTES, -(-ends // _ROW_BYTES)
+    counts = torch.where(begins < ends, last - first, 0)
+    stops = counts.cumsum(0)
+    numbers = torch.arange(int(counts.sum())) + (first - stops + counts).repeat_interleave(counts)
+    if not numbers.numel():
+        return torch.zeros(len(pieces), 2, dtype=torch.int64, device=device)
+    every = _ones(torch.tensor([_ROW_BYTES]), width)
+    absent = (every - _ones(ends - (last - 1) * _ROW_BYTES, width)) * _factors(last - 1)
+    absent += _ones(begins % _ROW_BYTES, width) * _factors(first)
+    absent *= (counts > 0).unsqueeze(1)
+    keys = _keys_on(device).T.contiguous()
+    sums = [torch.stack([(rows * key).sum(1) for key in keys], 1) for rows in _rows(pieces, width, device)]
+    flipped = torch.from_numpy(linear_keys().astype(np.int64)).sum(1) << 31
+    terms = (torch.cat(sums) + upload(every + flipped, device)).mul_(_factors(upload(numbers, device)))
+    return _by_run(terms, stops).sub_(upload(absent, device))
+
+
+def _ones(end: Tensor, width: int) -> Tensor:
+    """Return what elements in the bytes of a row below ``end`` add apart from their bits: int64, shape (n, 2)."""
+    keys = torch.from_numpy(np.pad(linear_keys().astype(np.int64).T, ((0, 1), (0, 0))))
+    each, word = {1: 0x1010101, 2: 0x10001}.get(width, 1), end >> 2  # of the elements of a word
+    part = (torch.ones_like(end) << (8 * (end & 3))) - 1 & each
+    return (keys.cumsum(0) - keys)[word] * each + keys[word] * part.unsqueeze(1)
+
+
+def _rows(pieces: Sequence[Piece], width: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield rows of words, top bits flipped, that hold straight pieces one after the other: int32, shape (r, ROW)."""
+    zeros = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=device)
+    parts, filled = list[Tensor](), 0
+    for piece in pieces:
+        flat, at = piece.memory.view(torch.uint8), 0
+        if lead := piece.offset * width % _ROW_BYTES if flat.numel() else 0:
+            parts.append(zeros[:lead])
+            filled += lead
+        while at < flat.numel():
+            end = min(flat.numel(), at + _CHUNK_BYTES - filled)
+            parts.append(flat[at:end])
+            filled, at = filled + end - at, end
+            if at == flat.numel() and (rest := -filled % _ROW_BYTES):
+                parts.append(zeros[:rest])
+                filled += rest
+            if filled == _CHUNK_BYTES:
+                yield _flipped(parts)
+                parts, filled = [], 0
+    if parts:
+        yield _flipped(parts)
+
+
+def _flipped(parts: list[Tensor]) -> Tensor:
+    own = parts[0]
+    if len(parts) > 1 or own.data_ptr() % 4 or own.storage_offset() % 4:
+        own = torch.cat(parts)
+    return own.view(torch.int32).view(-1, ROW) ^ -(2**31)
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
@@ -155,53 +256,96 @@ def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
     return torch.where((place & top) != 0, place ^ top, place ^ mask).to(before.dtype)
 
 
+def _translated(
+    places: Places,
+    segments: slice,
+    firsts: np.ndarray,
+    positions: np.ndarray,
+    payload: np.ndarray,
+    ordered: bool | None,
+    *,
+    here: bool,
+) -> tuple[np.ndarray, np.ndarray, Tensor, Writes, np.ndarray] | None:
+    """Translate changes on the host, as `Kernels.land` says.
+
+    Args:
+        here: memory can be read: resolve steps, and take words.
+
+    Returns:
+        ``runs`` and ``spans`` as in `Landed`, the position of each change in its parameter, the list, and words:
+        uint64, shape (s, 2). None where no change lies in any piece.
+    """
+    from torchrl_ext.data.deltas.host_loops import LANDED, land, room
+
+    pieces = places.first[segments.start : segments.stop + 1]
+    own = slice(pieces[0], pieces[-1])
+    bounds = places.offsets, places.ends
+    size = room(positions, firsts, pieces, *bounds)
+    if not size:
+        return None
+    index = index_dtype(int(places.reach[own].max()))
+    runs, ends = np.empty((2, pieces[-1] - pieces[0]), np.int64)
+    where, offsets = np.empty(LANDED if here else size, index), np.empty(size, index)
+    values, words = np.empty(size, payload.dtype), np.zeros((runs.size, 2), np.uint64)
+    tables = pieces, places.addresses, *bounds, places.at, places.dims
+    how = here, ordered is not None, bool(ordered), linear_keys()
+    found, count = land(positions, payload, firsts, *tables, *how, runs, ends, where, offsets, values, words)
+    if not found:
+        return None
+    if found < size:  # the memory that waits for a pause is as long as what will be written in it
+        where, offsets, values = where[:found], offsets[:found].copy(), values[:found].copy()
+    runs, ends = runs[:count], ends[:count]
+    writes = Writes(
+        targets=() if here else tuple(places.pieces[run].memory for run in runs.tolist()),
+        addresses=torch.from_numpy(places.addresses[runs]),
+        ends=torch.from_numpy(ends),
+        offsets=torch.from_numpy(offsets),
+        values=torch.from_numpy(values).view(BITS[values.itemsize]),
+    )
+    spans = np.stack([offsets[ends - np.diff(ends, prepend=0)], offsets[ends - 1]], 1).astype(np.int64)
+    return runs, spans, torch.from_numpy(where), writes, words[:count]
+
+
 @final
 class HostKernels(Kernels):
     """Kernels made of numba's loops, each in one thread; a caller cuts its work for several."""
 
     on_host: ClassVar[bool] = True
 
-    def words(self, piece: Piece) -> Words:
-        from torchrl_ext.data.deltas.host_loops import digest_piece
+    def words(self, pieces: Sequence[Piece]) -> Tensor:
+        from torchrl_ext.data.deltas.host_loops import digest_piece, digest_runs
 
-        bits, total = piece.memory.numpy(), np.zeros(2, np.uint64)
-        if bits.size:
-            bits = bits.view(UNSIGNED[bits.itemsize])
-            dims = np.array(piece.by_memory, np.int64).reshape(-1, 3)
-            digest_piece(bits, dims, piece.offset, linear_keys(), total)
-        return int(total[0]), int(total[1])
+        words, keys = np.zeros((len(pieces), 2), np.uint64), linear_keys()
+        for number, piece in enumerate(pieces):
+            if not piece.straight and piece.memory.numel():
+                dims = np.array(piece.by_memory, np.int64).reshape(-1, 3)
+                digest_piece(unsigned(piece.memory), dims, piece.offset, keys, words[number])
+        if pieces:
+            addresses = np.array([piece.memory.data_ptr() for piece in pieces])
+            offsets = np.array([piece.offset for piece in pieces])
+            sizes = np.array([piece.end - piece.offset if piece.straight else 0 for piece in pieces])
+            like = np.empty(0, UNSIGNED[pieces[0].memory.element_size()])
+            digest_runs(addresses, offsets, sizes, like, keys, words)
+        return torch.from_numpy(words.view(np.int64))
 
-    def words_of(self, pieces: Sequence[Piece]) -> list[Words]:
-        from torchrl_ext.data.deltas.host_loops import digest_runs
+    def land(
+        self,
+        places: Places,
+        segments: slice,
+        firsts: np.ndarray,
+        positions: np.ndarray,
+        payload: np.ndarray,
+        ordered: bool | None,
+    ) -> Landed | None:
+        from torchrl_ext.data.deltas.host_loops import write
 
-        straight = [piece for piece in pieces if piece.straight]
-        words = np.zeros((len(straight), 2), np.uint64)
-        if straight:
-            addresses = np.array([piece.memory.data_ptr() for piece in straight])
-            offsets = np.array([piece.offset for piece in straight])
-            sizes = np.array([piece.end - piece.offset for piece in straight])
-            like = np.empty(0, UNSIGNED[straight[0].memory.element_size()])
-            digest_runs(addresses, offsets, sizes, like, linear_keys(), words)
-        found = zip(words[:, 0].tolist(), words[:, 1].tolist(), strict=True)
-        return [next(found) if piece.straight else self.words(piece) for piece in pieces]
-
-    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        from torchrl_ext.data.deltas.host_loops import land, write
-
-        target, where, total = piece.memory.numpy(), positions.numpy(), np.zeros(2, np.uint64)
-        unit, dims = UNSIGNED[target.itemsize], np.array(piece.dims, np.int64).reshape(-1, 3)
-        index = np.dtype(np.int32 if target.size < 2**31 else np.int64)
-        same = piece.straight and not piece.offset and where.dtype == index
-        offsets, values = where if same else np.empty(where.size, index), np.empty(where.size, unit)
-        how = piece.straight, same, ordered is not None, bool(ordered)
-        changes = where, payload.numpy().view(unit)
-        found = land(target.view(unit), dims, piece.offset, *changes, *how, offsets, values, linear_keys(), total)
-        if found < where.size:  # the memory that waits for a pause is as long as what will be written in it
-            offsets, values = offsets[:found].copy(), values[:found].copy()
+        found = _translated(places, segments, firsts, positions, payload, ordered, here=True)
+        if found is None:
+            return None
+        runs, spans, _, writes, words = found
         none = np.empty(0, np.int64)
-        write(none, none, offsets[:0], values[:0], none)  # compiled before a pause needs it
-        listed, words = torch.from_numpy(values.view(target.dtype)), (int(total[0]), int(total[1]))
-        return Landed(offsets=torch.from_numpy(offsets), values=listed, words=words)
+        write(none, none, writes.offsets[:0].numpy(), unsigned(writes.values[:0]), none)  # compiled before a pause
+        return Landed(runs, spans, writes, torch.from_numpy(words.view(np.int64)))
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         from torchrl_ext.data.deltas.host_loops import write

@@ -22,16 +22,17 @@ __all__ = [
     "digest_piece",
     "digest_runs",
     "digest_segments",
+    "LANDED",
     "land",
-    "land_segments",
     "move",
+    "room",
     "scan",
     "sums",
     "write",
 ]
 
 _CHUNK = 16384  # elements whose changes are listed before they are summed; their places fit into uint16
-_LANDED = 4096  # changes that are translated together: they stay in the processor's nearest cache
+LANDED = 4096  # changes that are translated together: they stay in the processor's nearest cache
 _0, _1, _2, _3, _32 = (np.uint64(number) for number in (0, 1, 2, 3, 32))
 _NONE, _ONE = np.int64(0), np.int64(1)  # numba compiles a helper anew for the type of a literal
 _LOW = np.uint64(0xFFFFFFFF)
@@ -281,7 +282,7 @@ def write(addresses, ends, offsets, values, totals):
         total = np.uint64(0)
         target = carray(pointer(addresses[run]), (1,), values.dtype)
         while at < ends[run]:
-            where, own = offsets[at : min(at + _LANDED, ends[run])], values[at : min(at + _LANDED, ends[run])]
+            where, own = offsets[at : min(at + LANDED, ends[run])], values[at : min(at + LANDED, ends[run])]
             for k in range(own.size):
                 target[np.uint64(where[k])] = own[k]
             for k in range(own.size):
@@ -299,132 +300,148 @@ def move(old, steps, top, mask, ordered, out):
 
 
 @helper
-def _translate(dims, offset, positions, payload, where, there, given):
-    """List the changes that lie in a piece: positions, places in its memory, and what comes there; return how many."""
+def _beyond(positions, low, high, bound):
+    """Return the number of the first position from ``low`` to below ``high`` that is ``bound`` or more; else high."""
+    while low < high:
+        middle = (low + high) // 2
+        if positions[middle] < bound:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit
+def room(positions, firsts, pieces, offsets, ends):
+    """Return a bound on how many changes `land` lists; arguments as there."""
+    count, low = 0, 0
+    for segment in range(firsts.size - 1):
+        high = _beyond(positions, low, positions.size, firsts[segment + 1])
+        if high > low:
+            for piece in range(pieces[segment], pieces[segment + 1]):
+                begin = _beyond(positions, low, high, firsts[segment] + offsets[piece])
+                count += _beyond(positions, begin, high, firsts[segment] + ends[piece]) - begin
+        low = high
+    return count
+
+
+@helper
+def _shift(positions, payload, first, offset, where, there, given):
+    """List changes that all lie in a straight piece: positions, places in its memory, and what comes there."""
+    for k in range(positions.size):
+        position = positions[k] - first
+        where[k], there[k], given[k] = position, position - offset, payload[k]
+    return positions.size
+
+
+@helper
+def _translate(positions, payload, first, offset, dims, where, there, given):
+    """List the changes that lie in a piece, as `_shift` does; return how many."""
     found = 0
     for k in range(positions.size):
-        rest, to, inside = np.int64(positions[k]) - offset, 0, True
+        rest, to, inside = np.int64(positions[k]) - first - offset, 0, True
         for d in range(dims.shape[0]):
             coordinate = rest // dims[d, 1]
             inside = inside and coordinate < dims[d, 0]
             to += coordinate * dims[d, 2]
             rest -= coordinate * dims[d, 1]
         if inside and rest == 0:
-            where[found], there[found], given[found] = positions[k], to, payload[k]
+            where[found], there[found], given[found] = positions[k] - first, to, payload[k]
             found += 1
     return found
 
 
 @helper
-def _shift(positions, offset, there):
-    for k in range(positions.size):
-        there[k] = positions[k] - offset
-
-
-@helper
 def _gather(target, there, found):
     for k in range(there.size):
-        found[k] = target[there[k]]
-
-
-@helper
-def _copy(source, target):
-    for k in range(source.size):
-        target[k] = source[k]
+        found[k] = target[np.uint64(there[k])]
 
 
 @njit
-def land(target, dims, offset, positions, payload, straight, same, steps, ordered, offsets, values, keys, digest):
-    """Translate changes for a piece, resolve steps, and add to a digest what the changes do to it.
-
-    Args:
-        target: unsigned, shape (m,): the memory of the piece.
-        dims: int64 shape (d, 3), offset, straight: as in `torchrl_ext.data.deltas.kernels.Piece`.
-        positions, payload: shape (k,): where, and new bits, or (with ``steps``) steps; ``ordered`` says on which line.
-        same: ``offsets`` are ``positions``.
-        offsets, values: shape (k,), filled as far as changes lie in the piece.
-        keys: as in `scan`.
-        digest: uint64 shape (2,).
-
-    Returns:
-        How many changes lie in the piece.
-    """
-    where, given = np.empty(_LANDED, positions.dtype), np.empty(_LANDED, target.dtype)
-    there, before = np.empty(_LANDED, offsets.dtype), np.empty(_LANDED, target.dtype)
-    top = _1 << np.uint64(8 * target.itemsize - 1)
-    mask, total = top | (top - _1), 0
-    for at in range(0, positions.size, _LANDED):
-        end = min(at + _LANDED, positions.size)
-        own, come, places, count = positions[at:end], payload[at:end], offsets[total:], end - at
-        if not straight:
-            count = _translate(dims, offset, own, come, where, there, given)
-            own, come = where[:count], given[:count]
-            _copy(there[:count], places)
-        elif offset:
-            _shift(own, offset, places)
-        elif not same:
-            _copy(own, places)
-        _gather(target, places[:count], before)
-        after = values[total : total + count]
-        if steps:
-            move(before[:count], come, top, mask, ordered, after)
-        else:
-            _copy(come, after)
-        _add_change(_NONE, own, before, after, count, keys, digest)
-        total += count
-    return total
-
-
-@njit
-def land_segments(
-    positions, payload, firsts, addresses, lows, highs, steps, ordered, keys, runs, ends, offsets, values, words
+def land(
+    positions,
+    payload,
+    firsts,
+    pieces,
+    addresses,
+    lows,
+    highs,
+    at,
+    dims,
+    here,
+    steps,
+    ordered,
+    keys,
+    runs,
+    ends,
+    where,
+    offsets,
+    values,
+    words,
 ):
-    """Translate changes in a range of a stream, whose segments lie straight in memory, and resolve steps.
+    """Translate changes in a range of a stream; where memory can be read, resolve steps and add to digests, too.
 
-    Whoever gives addresses makes sure that the memory from each on holds ``high - low`` units.
+    Whoever gives addresses makes sure that the memory from each on holds what the dimensions reach.
 
     Args:
         positions: shape (n,), increasing; payload: unsigned, shape (n,): new bits, or (with ``steps``) steps, on the
             line of a sign-magnitude format where ``ordered``.
         firsts: int64 shape (k + 1,): where each segment begins, in the coordinates of ``positions``.
-        addresses: int64 shape (k,): of unit ``low`` of the parameter; 0 where the segment is left out.
-        lows, highs: int64 shape (k,): which units of the parameter lie there.
+        pieces: int64 shape (k + 1,): the first piece of each segment.
+        addresses, lows, highs, at, dims: ``addresses``, ``offsets``, ``ends``, ``at`` and ``dims`` of
+            `torchrl_ext.data.deltas.kernels.Places`.
+        here: memory can be read; else ``values`` are the payload, and ``words`` stay.
         keys: as in `scan`.
-        runs, ends: int64 shape (k,): filled with the segments of which something is written, and where each one's
-            changes end in the next two.
-        offsets: int32 or int64, values: as ``payload``, shape (n,): filled: units from the address, and new bits.
-        words: uint64 shape (k, 2): what the changes add to the digest of each segment.
+        runs, ends: int64: filled with the pieces in which something changes, and where each one's changes end.
+        where: int32 or int64: filled with the position of each change in its parameter; overwritten where ``here``,
+            and then of shape (LANDED,).
+        offsets: as ``where``, values: as ``payload``, of at least `room` elements: filled with elements from the
+            address, and what comes there.
+        words: uint64 shape (runs, 2): filled with what each run adds to a digest.
 
     Returns:
-        How many changes, and of how many segments.
+        How many changes, in how many pieces.
     """
-    top, mask = (
-        np.uint64(1) << np.uint64(8 * payload.itemsize - 1),
-        ~np.uint64(0) >> np.uint64(64 - 8 * payload.itemsize),
-    )
-    before = np.empty(payload.size, payload.dtype)
-    low, found, segment, count = 0, 0, 0, 0
-    while low < positions.size:
-        while firsts[segment + 1] <= positions[low]:
-            segment += 1
-        high, end = low + 1, firsts[segment + 1]
+    top = _1 << np.uint64(8 * payload.itemsize - 1)
+    mask = top | (top - _1)
+    before = np.empty(LANDED, payload.dtype)
+    low, found, count = 0, 0, 0
+    for segment in range(firsts.size - 1):
+        if low == positions.size:
+            break
+        first, end, high = firsts[segment], firsts[segment + 1], low
         while high < positions.size and positions[high] < end:
             high += 1
-        if addresses[segment] != 0:
-            begin, shift = found, -firsts[segment] - lows[segment]
-            size = highs[segment] - lows[segment]
-            target = carray(pointer(addresses[segment]), (1,), payload.dtype)
-            for k in range(low, high):
-                to = positions[k] + shift
-                if 0 <= to < size:
-                    offsets[found], before[found], values[found] = to, target[np.uint64(to)], payload[k]
-                    found += 1
+        for piece in range(pieces[segment], pieces[segment + 1]):
+            begin, own, target = (
+                found,
+                dims[at[piece] : at[piece + 1]],
+                carray(pointer(addresses[piece]), (1,), before.dtype),
+            )
+            start, stop = low, high
+            if low < high:
+                start = _beyond(positions, low, high, first + lows[piece])
+                stop = _beyond(positions, start, high, first + highs[piece])
+            for k in range(start, stop, LANDED):
+                come = slice(k, min(k + LANDED, stop))
+                places = where[:LANDED] if here else where[found:]
+                if own.shape[0] == 0:
+                    more = _shift(
+                        positions[come], payload[come], first, lows[piece], places, offsets[found:], values[found:]
+                    )
+                else:
+                    more = _translate(
+                        positions[come], payload[come], first, lows[piece], own, places, offsets[found:], values[found:]
+                    )
+                if here:
+                    after = values[found : found + more]
+                    _gather(target, offsets[found : found + more], before)
+                    if steps:
+                        move(before[:more], after, top, mask, ordered, after)
+                    _add_change(_NONE, places, before, after, more, keys, words[count])
+                found += more
             if found > begin:
-                own = slice(begin, found)
-                if steps:
-                    move(before[own], values[own], top, mask, ordered, values[own])
-                _add_change(lows[segment], offsets[own], before[own], values[own], found - begin, keys, words[segment])
-                runs[count], ends[count] = segment, found
+                runs[count], ends[count] = piece, found
                 count += 1
         low = high
     return found, count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import ClassVar, Final, NamedTuple, final
@@ -28,7 +28,7 @@ __all__ = [
     "Kernels",
     "Landed",
     "Piece",
-    "Words",
+    "Places",
     "Writes",
     "flat_bits",
     "linear_keys",
@@ -43,9 +43,6 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _INNERMOST = 16
 """Elements from which on a loop along memory is faster than one across it: 0.90 against 1.07 ns per element at 16 and
 0.18 against 6.5 at 4096, but 6.4 against 1.0 at 2 (AMD EPYC with AVX-512, bf16, one thread)."""
-
-Words = tuple[int, int]
-"""What elements add to a digest: two words, each modulo 2^64 (`torchrl_ext.data.weights.digests` has the formulas)."""
 
 SEED: Final = int.from_bytes(b"linear64", "little")
 """Where the keys of digests begin."""
@@ -156,18 +153,33 @@ class Piece:
         self.memory = flat.view(BITS[flat.element_size()])
 
 
-class Landed(NamedTuple):
-    """Changes translated for a parameter, ready for `Kernels.scatter` or `Writes`.
+@final
+class Places:
+    """Where the segments of a stream lie in this rank's memory on one device, as tables for compiled loops.
+
+    Args:
+        segments: the pieces of each segment, of one width.
 
     Attributes:
-        offsets: int32 or int64, shape (k,): elements from the first one of the piece's memory.
-        values: bits, shape (k,): what is to stand there.
-        words: what the change adds to the digest.
+        pieces: of all segments, one after the other.
+        first: int64, shape (segments + 1,): the number of the first piece of each segment, and of all pieces.
+        addresses, offsets, ends, reach: int64, shape (pieces,): of their memory; as in `Piece`; and the larger of
+            ``end`` and the elements of the memory.
+        at: int64, shape (pieces + 1,): where the dimensions of each piece begin; a straight one has none.
+        dims: int64, shape (dimensions, 3): as in `Piece`.
     """
 
-    offsets: Tensor
-    values: Tensor
-    words: Words
+    def __init__(self, segments: Iterable[Sequence[Piece]]) -> None:
+        own = [*map(tuple, segments)]
+        self.pieces = [*chain.from_iterable(own)]
+        dims = [() if piece.straight else piece.dims for piece in self.pieces]
+        self.first, self.at = (np.array([0, *accumulate(map(len, one))], np.int64) for one in (own, dims))
+        self.dims = np.array([*chain.from_iterable(dims)], np.int64).reshape(-1, 3)
+        rows = [
+            (piece.memory.data_ptr(), piece.offset, piece.end, max(piece.end, piece.memory.numel()))
+            for piece in self.pieces
+        ]
+        self.addresses, self.offsets, self.ends, self.reach = np.array(rows, np.int64).reshape(-1, 4).T.copy()
 
 
 class Writes(NamedTuple):
@@ -175,8 +187,8 @@ class Writes(NamedTuple):
 
     Attributes:
         targets: bits, 1-D: the tensor of each run of the list.
-        addresses: int64, shape (s,), on the device: where each target begins.
-        ends: int64, shape (s,), on the device: where each run ends in the next two.
+        addresses: int64, shape (s,), on the host: where each target begins.
+        ends: int64, shape (s,), on the host: where each run ends in the next two.
         offsets: int32 or int64, shape (k,): elements from the first one of the run's target.
         values: bits, shape (k,): what is to stand there.
     """
@@ -187,17 +199,16 @@ class Writes(NamedTuple):
     offsets: Tensor
     values: Tensor
 
-    @classmethod
-    def of(cls, runs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Writes:
-        """Return one list of at least one run: target, offsets and values, as `Kernels.land` gives them."""
-        targets, offsets, values = zip(*runs, strict=True)
-        device = values[0].device
-        return cls(
-            targets=targets,
-            addresses=torch.tensor([target.data_ptr() for target in targets]).to(device),
-            ends=torch.tensor([one.numel() for one in values]).cumsum(0).to(device),
-            offsets=torch.cat(offsets),
-            values=torch.cat(values),
+    def run(self, number: int) -> Writes:
+        """Return a copy of one run."""
+        end = int(self.ends[number])
+        own = slice(int(self.ends[number - 1]) if number else 0, end)
+        return Writes(
+            targets=self.targets[number : number + 1],
+            addresses=self.addresses[number : number + 1],
+            ends=torch.tensor([end - own.start]),
+            offsets=self.offsets[own].clone(),
+            values=self.values[own].clone(),
         )
 
     @classmethod
@@ -216,36 +227,65 @@ class Writes(NamedTuple):
         )
 
 
+class Landed(NamedTuple):
+    """Changes in a range of a stream, translated for the pieces in which they lie: a run for each.
+
+    Attributes:
+        runs: int64, shape (s,): the number of each run's piece in `Places`.
+        spans: int64, shape (s, 2): the first and the last offset of each run.
+        writes: what is to be written.
+        words: int64, shape (s, 2), on the device: what each run adds to the digest of its tensor.
+    """
+
+    runs: np.ndarray
+    spans: np.ndarray
+    writes: Writes
+    words: Tensor
+
+
 class Kernels(ABC):
-    """Loops over the bits of tensors on one kind of device, safe to use from several threads."""
+    """Loops over the bits of tensors on one kind of device, safe to use from several threads.
+
+    What a method returns on an accelerator may not be done yet: it is queued on this thread's stream, and the host does
+    not wait for it. *Words* are what elements add to a digest: two numbers modulo 2^64
+    (`torchrl_ext.data.weights.digests` has the formulas).
+    """
 
     on_host: ClassVar[bool] = False
     """Whether tensors lie where loops on the host can read them."""
 
     @abstractmethod
-    def words(self, piece: Piece) -> Words:
-        """Return what the elements of a piece add to the digest of its tensor."""
-
-    def words_of(self, pieces: Sequence[Piece]) -> list[Words]:
-        """Return `words` of each piece; all are of one width."""
-        return [self.words(piece) for piece in pieces]
+    def words(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the words of the elements of each piece, all of one width: int64, shape (pieces, 2), on the device."""
 
     @abstractmethod
-    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        """Translate changes, and resolve steps against what the memory of a piece holds now. Writes nothing.
+    def land(
+        self,
+        places: Places,
+        segments: slice,
+        firsts: np.ndarray,
+        positions: np.ndarray,
+        payload: np.ndarray,
+        ordered: bool | None,
+    ) -> Landed | None:
+        """Translate changes in a range of a stream, and resolve steps against what memory holds now. Writes nothing.
 
         Args:
-            piece: where its checkpoint tensor lies.
-            positions: int32 or int64, shape (k,), increasing, each once, from ``piece.offset`` to below ``piece.end``;
-                on the host or the device.
-            payload: bits of the width of the memory, shape (k,), where ``positions`` are: new bits, or steps.
+            places: where the stream's segments lie.
+            segments: the numbers of those that meet the range.
+            firsts: int64, shape (segments + 1,): where each of these begins, in the coordinates of ``positions``.
+            positions: int32 or int64, shape (k,), increasing, each once.
+            payload: unsigned, of the width of the memory, shape (k,): new bits, or steps.
             ordered: None: ``payload`` is new bits. Else it is steps modulo 2^width on the line of integers (False) or
                 of a sign-magnitude format (True).
+
+        Returns:
+            None where no change lies in any piece.
         """
 
     @abstractmethod
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        """Write ``target[offsets] = values``; offsets lie in the target and differ. May return before it is done."""
+        """Write ``target[offsets] = values``; offsets lie in the target and differ."""
 
     @abstractmethod
     def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
@@ -253,7 +293,7 @@ class Kernels(ABC):
 
         A value ``v`` at offset ``o`` counts as ``((v ^ v >> 32) + 1) * (key ^ key >> 32 | 1)``, modulo 2^64, with
         ``key = (o + 1) * GOLDEN``. So one other value always shows, as factors are odd; several cancel as words that
-        behave as random do. May return before it is done.
+        behave as random do.
 
         Args:
             ends, offsets, values: as in `Writes`.

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.base.devices import Recorded, recorded, settle, wait_for
+from torchrl_ext.base.devices import Recorded, download, recorded, settle, wait_for
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.host import kernels_on
 from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
@@ -208,34 +209,33 @@ def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
     words, count, keys = np.zeros((len(segments), 2), np.uint64), 0, linear_keys()
     lists, news = _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
-    for at, units, tensors in block.runs:
-        flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
-        old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
-        if kernels_on(new.device).on_host:
-            news.append((at, unsigned(new)))
-            count += scan(unsigned(old), news[-1][1], at, firsts, keys, *rest, words)
+    for device, together in groupby(block.runs, lambda run: run.tensors[0].device):
+        runs = [*together]
+        flats = (torch._utils._flatten_dense_tensors(run.tensors) for run in runs)  # what is contiguous is not copied
+        bits, rest = [flat.view(BITS[live.element_size()]) for flat in flats], [one[count:] for one in lists]
+        if kernels_on(device).on_host:
+            for run, new in zip(runs, bits, strict=True):
+                news.append((run.at, unsigned(new)))
+                old = live[run.at : run.at + run.units]
+                count += scan(unsigned(old), news[-1][1], run.at, firsts, keys, *rest, words)
+                rest = [one[count:] for one in lists]
             continue
-        where = (old.to(new.device) != new).nonzero().flatten()
-        places, now = _on_host(where.to(torch.int32), new.index_select(0, where))
-        more = places.numel()
-        listed = places.numpy() + at, unsigned(old)[places.numpy()], unsigned(now)
-        for column, own in zip(rest, listed, strict=True):
-            column[:more] = own
+        old = torch.cat([live[run.at : run.at + run.units].to(device, non_blocking=True) for run in runs])
+        new = torch.cat(bits)
+        where = (old != new).nonzero().flatten()
+        places, now = (one.numpy() for one in download([where.to(torch.int32), new.index_select(0, where)]))
+        ends = np.cumsum([run.units for run in runs])
+        starts = np.array([run.at + run.units for run in runs]) - ends  # less where each run begins among these
+        places = places + starts[np.searchsorted(ends, places, "right")]
+        more = places.size
+        for column, listed in zip(
+            rest, (places, unsigned(live)[places], now.view(UNSIGNED[now.itemsize])), strict=True
+        ):
+            column[:more] = listed
         digest_segments(*(one[:more] for one in rest), firsts, keys, words)
         count += more
     positions, before, after = (one[:count] for one in lists)
     return Found(block.stream, block.start, positions, before, after, segments, words, unsigned(live), news)
-
-
-def _on_host(*tensors: Tensor) -> list[Tensor]:
-    """Return copies on the host, or the tensors that are there; through pinned memory, at the speed of the bus."""
-    if not tensors[0].is_cuda:
-        return [tensor.cpu() for tensor in tensors]
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
 
 
 def _room(size: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from threading import Event
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.patcher import Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import position_digest, tensor_digest
+from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
 from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
 from torchrl_ext.data.weights.source import (
@@ -113,11 +114,14 @@ class WeightLoader(ABC):
         return "sent"
 
     def digests(self) -> dict[str, str]:
-        """Return the `tensor_digest` of every parameter that the update sends (see `part`), in checkpoint coordinates.
+        """Return the digest of every parameter that the update sends (see `part`), 32 hex digits, by name.
 
-        They are computed from the model's own tensors if these can be read back; by default there are none. A loader
-        whose runtime form cannot be read back returns the digests of the tensors that it handed to the model (or "",
-        see `Rehearsable.vouch`), and its docstring says so.
+        They are computed from the model's own tensors if these can be read back, on their device; by default there are
+        none. A loader whose runtime form cannot be read back returns the digests of the tensors that it handed to the
+        model (or "", see `Rehearsable.vouch`), and its docstring says so.
+
+        Raises:
+            ConfigError: it has handed over nothing, and the model cannot be read back.
         """
         return {}
 
@@ -148,14 +152,6 @@ class Patchable(ABC):
     @abstractmethod
     def patchable(self, name: str) -> bool:
         """Return whether changes of this checkpoint tensor can be written; otherwise the tensor is sent whole."""
-
-    @abstractmethod
-    def position_digests(self) -> dict[str, str]:
-        """Return the position digest of each checkpoint tensor, 32 hex digits, recomputed from the model's bytes.
-
-        Raises:
-            ConfigError: the model cannot be read back.
-        """
 
     @abstractmethod
     def stage(self, changes: Changes) -> None:
@@ -310,16 +306,12 @@ class TensorsLoader(WeightLoader, Patchable):
     def proof(self) -> str:
         return "in place"
 
-    def position_digests(self) -> dict[str, str]:
-        found = {name: one.hex() for name, one in self._patches().digests_of_memory().items()}
-        return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
-
     def stage(self, changes: Changes) -> None:
         refuse_digests(self.shared, changes.digests)
         found = self._patches().stage(changes)
         copied = self._copied & changes.digests.keys()
         self._whole = dict(changes.whole(copied)) if copied else {}
-        found |= {name: position_digest(tensor) for name, tensor in self._whole.items()}
+        found |= digests_of(self._whole)
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(
@@ -361,17 +353,12 @@ class TensorsLoader(WeightLoader, Patchable):
         return self._patcher
 
     def digests(self) -> dict[str, str]:
-        spelled = self._spelled()
-        found: dict[str, str] = {}
-        taken: dict[Any, str] = {}  # tied tensors are read once
-        for name, tensor in spelled.places.items():
-            if self._named is not None and name not in self._named:
-                continue
-            key = same_memory(tensor)
-            if key not in taken:
-                taken[key] = tensor_digest(full(tensor))
-            found[name] = taken[key]
-        return found | {name: tensor_digest(tensor) for name, tensor in spelled.assembled(self._named)}
+        spelled, firsts = self._spelled(), dict[Any, str]()  # tied tensors are read once
+        named = {name: one for name, one in spelled.places.items() if self._named is None or name in self._named}
+        first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
+        read = ((name, full(named[name])) for name in firsts.values())
+        found = digests_of(chain(read, spelled.assembled(self._named)))
+        return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
         """Return every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be.

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, Kernels, Piece, Words, Writes, linear_keys
+from torchrl_ext.data.deltas.kernels import BITS, Kernels, Landed, Piece, Places, Writes
 from torchrl_ext.data.deltas.streams import StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, StepPatch, Stream, index_dtype, unit_bytes, unit_of
-from torchrl_ext.data.weights.digests import PositionDigest
+from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, unit_of
+from torchrl_ext.data.weights.digests import PositionDigest, as_digests
 from torchrl_ext.data.weights.view import View
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
 _LISTED = 1 << 18  # elements of a list on the host, which one thread writes
 _LISTED_ON_DEVICE = 1 << 22
-_Patch = SparsePatch | StepPatch
-_NOTHING = PositionDigest()
 _THREADS = 4  # beyond these, memory is what is waited for
 
 
@@ -80,13 +78,8 @@ class _Copy(NamedTuple):
         return self._sums(into.copy_(own) for into, own in zip(*parts, strict=True))  # while both lie in a cache
 
     def _sums(self, parts: Iterable[Tensor]) -> Tensor:
-        if self.kernels.on_host:  # then a digest takes a third of the time
-            pieces = (Piece(destination=part, offset=0, strides=(1,)) for part in parts)
-            return torch.tensor([self.kernels.words(piece)[0] - 2**63 for piece in pieces])
-        device, sums = self.target.device, self.kernels.sums
-        places = torch.arange(min(self.target.numel(), _most(self.kernels)), dtype=torch.int32, device=device)
-        sized = ((torch.full((1,), part.numel(), device=device), part) for part in parts)
-        return torch.cat([sums(end, places[: part.numel()], part) for end, part in sized])
+        pieces = [Piece(destination=part, offset=0, strides=(1,)) for part in parts]
+        return self.kernels.words(pieces)[:, 0]
 
 
 class _Lists:
@@ -121,17 +114,6 @@ def _most(kernels: Kernels) -> int:
     return _LISTED if kernels.on_host else _LISTED_ON_DEVICE
 
 
-def _numbers(sums: Sequence[Tensor]) -> list[list[int]]:
-    """Return `Kernels.sums` on the host; waits, once for each of their devices, for all that this thread queued."""
-    found: list[list[int]] = [[] for _ in sums]
-    for device in {one.device for one in sums}:
-        own = [at for at, one in enumerate(sums) if one.device == device]
-        numbers = iter(torch.cat([sums[at] for at in own]).tolist())
-        for at in own:
-            found[at] = [*islice(numbers, sums[at].numel())]
-    return found
-
-
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_THREADS, torch.get_num_threads()), thread_name_prefix="torchrl-ext-commit")
@@ -147,31 +129,27 @@ class Share(NamedTuple):
     places: int
 
 
-class _Plan:
-    """Where the segments of a stream lie in this rank's memory on the host.
+class _Plan(NamedTuple):
+    """Where the segments of a stream lie in this rank's memory on one device.
 
     Attributes:
-        names: of each segment's parameter.
-        addresses: int64, shape (segments,): of unit ``low`` of a parameter that lies straight in memory; else 0.
-        lows, highs: int64, shape (segments,): which units of the parameter lie there.
-        kernels: write them.
+        names: the tensor of each piece of ``places``.
+        places: the pieces of each segment.
+        kernels: read and write them.
     """
 
-    def __init__(
-        self, table: ParamTable, stream: Stream, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None
-    ) -> None:
-        count, self.kernels = stream.params.size, kernels or kernels_on(torch.device("cpu"))
-        self.names = [table.params[param].name for param in stream.params.tolist()]
-        self.addresses, self.lows, self.highs = (np.zeros(count, np.int64) for _ in range(3))
-        width = unit_bytes(stream.dtype)
-        for segment, name in enumerate(self.names) if self.kernels.on_host else ():
-            own = pieces.get(name, ())
-            if len(own) != 1 or not own[0].straight:
-                continue
-            memory = own[0].memory
-            if memory.device.type == "cpu" and memory.element_size() == width and memory.numel():
-                self.addresses[segment] = memory.data_ptr()
-                self.lows[segment], self.highs[segment] = own[0].offset, own[0].end
+    names: list[str]
+    places: Places
+    kernels: Kernels
+
+    def land(self, every: StreamPatch) -> Landed | None:
+        """Return the changes in a range that lie here."""
+        stream = every.table.streams[every.stream]
+        segments = stream.within(every.start, every.start + every.size)
+        firsts = stream.first[segments.start : segments.stop + 1] - every.start
+        ordered = unit_of(stream.dtype).ordered if every.steps else None
+        own = slice(segments.start, segments.stop)
+        return self.kernels.land(self.places, own, firsts, every.positions, every.values, ordered)
 
 
 class Patcher:
@@ -187,7 +165,7 @@ class Patcher:
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
-        self._plans: tuple[ParamTable, dict[int, _Plan]] | None = None
+        self._plans: tuple[ParamTable, dict[int, list[_Plan]]] | None = None
         self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as it is known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
         self._lists: list[_List] = []  # this and the next wait for the pause
@@ -195,13 +173,18 @@ class Patcher:
         self._sums: list[list[int]] = []  # of what the copies and the lists are to write
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
-        sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in pieces.items()}
-        self._turns: list[list[str]] = [[] for _ in range(READ_BACK_VERSIONS)]  # tensors, of about one size together
-        self._turn, filled = 0, [0] * READ_BACK_VERSIONS
+        self._turn = 0
+
+    @functools.cached_property
+    def _turns(self) -> list[list[str]]:
+        """The tensors that are read back together, in lists of about one size."""
+        sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in self.pieces.items()}
+        turns, filled = [list[str]() for _ in range(READ_BACK_VERSIONS)], [0] * READ_BACK_VERSIONS
         for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
             turn = filled.index(min(filled))
-            self._turns[turn].append(name)
+            turns[turn].append(name)
             filled[turn] += max(1, sizes[name])
+        return turns
 
     @functools.cached_property
     def shares(self) -> Mapping[str, Share]:
@@ -214,11 +197,13 @@ class Patcher:
         self._damage = None
         self.drop()
 
-    def digests_of_memory(self) -> dict[str, PositionDigest]:
-        """Return the digest of what this rank holds now of each tensor, from the bytes."""
-        self._held.clear()
-        self._take(self.pieces)
-        return dict(self._held)
+    def digests_of_memory(self, names: Iterable[str] | None = None) -> dict[str, PositionDigest]:
+        """Return the digest of what this rank holds now of each of these tensors, by default of all, from the bytes."""
+        names = [*(self.pieces if names is None else names)]
+        for name in names:
+            self._held.pop(name, None)
+        self._take(names)
+        return {name: self._held[name] for name in names}
 
     def stage(self, changes: Changes) -> dict[str, PositionDigest]:
         """Translate the changes of the tensors that can be patched; steps are resolved against what is held now.
@@ -236,110 +221,81 @@ class Patcher:
         except IntegrityError as error:
             self._damage = error
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
-        lists, copies, staged = _Lists(), dict[str, list[_Copy]](), dict[str, PositionDigest]()
+        lists, copies = _Lists(), dict[str, list[_Copy]]()
+        owners, words = list[str](), list[Tensor]()
         self._take(self.pieces)
         for every in changes.patches(self._wanted):
-            for patch in self._land(every, lists, staged):
-                name = patch.meta.name
-                if name in self.pieces:
-                    known = staged[name] if name in staged else self._held[name]
-                    staged[name] = known.plus(self._translate(patch, lists, copies))
-        self._lists, self._copies, self._staged = lists.close(), [*chain(*copies.values())], staged
+            for plan in self._plan(every.table, every.stream):
+                if (landed := plan.land(every)) is not None:
+                    names = [plan.names[run] for run in landed.runs.tolist()]
+                    self._add(every, plan, names, landed, lists, copies)
+                    owners += names
+                    words.append(landed.words)
+        self._lists, self._copies, staged = lists.close(), [*chain(*copies.values())], dict[str, PositionDigest]()
         sums = [one.sums() for one in self._copies] + [one.sums() for one in self._lists]
-        self._sums = _numbers(sums)  # which waits, as `commit` is on another stream
+        found = [one.tolist() for one in download([*words, *sums])]  # which waits, as `commit` is on another stream
+        for name, added in zip(owners, chain.from_iterable(found[: len(words)]), strict=True):
+            staged[name] = (staged[name] if name in staged else self._held[name]).plus(added)
+        self._sums, self._staged = found[len(words) :], staged
         held = self._held | staged
         return {name: held[name] for name in self.pieces}
 
-    def _land(self, every: StreamPatch, lists: _Lists, staged: dict[str, PositionDigest]) -> Iterator[_Patch]:
-        """Translate what changes in segments that lie straight in memory, and yield the changes of all others."""
-        from torchrl_ext.data.deltas.host_loops import land_segments
+    def _add(
+        self,
+        every: StreamPatch,
+        plan: _Plan,
+        names: list[str],
+        landed: Landed,
+        lists: _Lists,
+        copies: dict[str, list[_Copy]],
+    ) -> None:
+        """Add what landed to the lists, or, where most of a range changes, to copies, which are quicker then and less.
 
-        plan = self._plan(every.table, every.stream)
+        Args:
+            every: the range.
+            plan, landed: where its changes lie.
+            names: the tensor of each run of these.
+            lists, copies: of this version; copies by name.
+        """
         stream = every.table.streams[every.stream]
-        segments = stream.within(every.start, every.start + every.size)
-        own = slice(segments.start, segments.stop)
-        dense = 3 * every.positions.size >= every.size and every.size >= len(segments) << 14  # copies are quicker then
-        if dense or not plan.addresses[own].any():
-            yield from every.split()
+        segments = len(stream.within(every.start, every.start + every.size))
+        if 3 * every.positions.size < every.size or every.size < segments << 14:
+            lists.add(names, landed.writes, plan.kernels)
             return
-        count, index = len(segments), index_dtype(int(plan.highs[own].max()))
-        runs, ends = np.empty(count, np.int64), np.empty(count, np.int64)
-        offsets, values = np.empty(every.positions.size, index), np.empty_like(every.values)
-        words = np.zeros((count, 2), np.uint64)
-        found, count = land_segments(
-            every.positions,
-            every.values,
-            stream.first[segments.start : segments.stop + 1] - every.start,
-            plan.addresses[own],
-            plan.lows[own],
-            plan.highs[own],
-            every.steps,
-            unit_of(stream.dtype).ordered,
-            linear_keys(),
-            runs,
-            ends,
-            offsets,
-            values,
-            words,
-        )
-        runs, names = runs[:count], list[str]()
-        for run, *added in zip(runs.tolist(), *words[runs].T.tolist(), strict=True):
-            name = plan.names[segments.start + run]
-            known = staged[name] if name in staged else self._held[name]
-            staged[name] = known.plus((added[0], added[1]))
-            names.append(name)
-        if count:
-            writes = Writes(
-                targets=(),
-                addresses=torch.from_numpy(plan.addresses[own][runs]),
-                ends=torch.from_numpy(ends[:count]),
-                offsets=torch.from_numpy(offsets[:found]),
-                values=torch.from_numpy(values[:found]).view(BITS[values.itemsize]),
-            )
-            lists.add(names, writes, plan.kernels)
-        for segment in segments:
-            if not plan.addresses[segment] and (patch := every.of(segment)) is not None:
-                yield patch
+        spans = zip(names, landed.runs.tolist(), *landed.spans.T.tolist(), strict=True)
+        for number, (name, run, at, last) in enumerate(spans):
+            own, piece = landed.writes.run(number), plan.places.pieces[run]
+            target, others = piece.memory[at : last + 1], copies.setdefault(name, [])
+            fits = piece.straight and target.nbytes <= own.offsets.nbytes + own.values.nbytes
+            if fits and not any(_meet(target, one.target) for one in others):
+                values = target.clone()  # what other patches change in between is listed, and written later
+                plan.kernels.scatter(values, own.offsets - at, own.values)
+                others.append(_Copy(name, target, values, plan.kernels))
+            else:
+                own = own._replace(offsets=own.offsets.clone(), values=own.values.clone())
+                lists.add([name], own, plan.kernels)
 
-    def _plan(self, table: ParamTable, stream: int) -> _Plan:
-        """Return where the segments of a stream lie; kept for the last table."""
+    def _plan(self, table: ParamTable, stream: int) -> list[_Plan]:
+        """Return where the segments of a stream lie, for each device; kept for the last table."""
         if self._plans is None or not self._plans[0].lays_out_as(table):
             self._plans = table, {}
         if stream not in self._plans[1]:
-            self._plans[1][stream] = _Plan(table, table.streams[stream], self.pieces, self._kernels)
+            names = [table.params[param].name for param in table.streams[stream].params.tolist()]
+            width, found = unit_bytes(table.streams[stream].dtype), dict[torch.device, list[list[Piece]]]()
+            for number, name in enumerate(names):
+                for piece in self.pieces.get(name, ()):
+                    memory = piece.memory
+                    if memory.numel() and memory.element_size() == width:
+                        found.setdefault(memory.device, [[] for _ in names])[number].append(piece)
+            self._plans[1][stream] = [
+                _Plan(
+                    [name for name, own in zip(names, segments, strict=True) for _ in own],
+                    Places(segments),
+                    self._kernels or kernels_on(device),
+                )
+                for device, segments in found.items()
+            ]
         return self._plans[1][stream]
-
-    def _translate(self, patch: _Patch, lists: _Lists, copies: dict[str, list[_Copy]]) -> Words:
-        """Add what a patch writes to the lists or the copies; return what it adds to the digest."""
-        first, second, index = 0, 0, patch.indices.dtype
-        positions = torch.from_numpy(patch.indices)
-        payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
-        ordered = unit_of(patch.meta.dtype).ordered if isinstance(patch, StepPatch) else None
-        for piece in self.pieces[patch.meta.name]:
-            live, target = piece.destination, piece.memory
-            kernels = self._kernels or kernels_on(target.device)
-            bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
-            low, high = np.searchsorted(patch.indices, bounds).tolist()
-            if low == high:
-                continue
-            offsets, values, words = kernels.land(piece, positions[low:high], payload[low:high], ordered)
-            first, second = first + words[0], second + words[1]
-            if not values.numel():
-                continue
-            if piece.straight:
-                at = int(offsets[0])
-                target, offsets = target[at : int(offsets[-1]) + 1], offsets - at
-            own = piece.straight or (live.numel() == target.numel() and high - low == patch.meta.numel)
-            others = copies.setdefault(patch.meta.name, [])
-            own = own and not any(_meet(target, one.target) for one in others)
-            if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
-                every = target.clone()  # what other patches change in between is listed, and written later
-                kernels.scatter(every, offsets, values)
-                others.append(_Copy(patch.meta.name, target, every, kernels))
-            else:
-                for at, its in zip(offsets.split(_most(kernels)), values.split(_most(kernels)), strict=True):
-                    lists.add([patch.meta.name], Writes.of([(target, at, its)]), kernels)
-        return first, second
 
     def _wanted(self, name: str) -> bool:
         if name in self.pieces:
@@ -380,7 +336,7 @@ class Patcher:
             found += [one.put() for one in lists]
         self._held.update(staged)
         names = [one.names for one in copies] + [one.names for one in lists]
-        for own, stands, should in zip(names, _numbers(found), sums, strict=True):
+        for own, stands, should in zip(names, (one.tolist() for one in download(found)), sums, strict=True):
             if stands != should:
                 other = next(at for at, (a, b) in enumerate(zip(stands, should, strict=True)) if a != b)
                 raise _damaged(own[other], "the bits that were staged, found others")
@@ -401,19 +357,20 @@ class Patcher:
 
     def _take(self, names: Iterable[str]) -> None:
         """Take the digest of what this rank holds of each of these tensors from the bytes, unless it is known."""
-        groups: dict[tuple[Kernels, int], tuple[list[str], list[Piece]]] = {}
+        groups: dict[tuple[Kernels, torch.device, int], tuple[list[str], list[Piece]]] = {}
         for name in names:
             if name in self._held:
                 continue
-            self._held[name] = _NOTHING
+            self._held[name] = PositionDigest()
             for piece in self.pieces[name]:
                 kernels = self._kernels or kernels_on(piece.memory.device)
-                own = groups.setdefault((kernels, piece.memory.element_size()), ([], []))
+                own = groups.setdefault((kernels, piece.memory.device, piece.memory.element_size()), ([], []))
                 own[0].append(name)
                 own[1].append(piece)
-        for (kernels, _), (owners, pieces) in groups.items():
-            for name, added in zip(owners, kernels.words_of(pieces), strict=True):
-                self._held[name] = self._held[name].plus(added)
+        owners = chain.from_iterable(names for names, _ in groups.values())
+        words = [kernels.words(pieces) for (kernels, *_), (_, pieces) in groups.items()]
+        for name, added in zip(owners, as_digests(words), strict=True):
+            self._held[name] += added
 
 
 def _share(pieces: Sequence[Piece]) -> Share:
@@ -485,11 +442,11 @@ def holds(pieces: Sequence[Piece], tensor: Tensor) -> bool:
 
 
 def read(meta: ParamMeta, pieces: Sequence[Piece]) -> Tensor:
-    """Return one checkpoint tensor, put together on the host from pieces that cover it, or the one piece as it lies."""
+    """Return a checkpoint tensor on its device, put together from pieces that cover it, or the one piece as it lies."""
     only = pieces[0].destination
     if len(pieces) == 1 and tuple(only.shape) == meta.shape and only.is_contiguous():
         return only
-    found = torch.empty(meta.shape, dtype=meta.dtype)
+    found = torch.empty(meta.shape, dtype=meta.dtype, device=only.device)
     flat = as_bits(found).reshape(-1)
     for piece in pieces:
         part = as_bits(piece.destination)

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError, why
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.kernels import Words
 from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.data.sharded.plan import MemberPlan, Transfer
 from torchrl_ext.data.transports.buckets import BufferPool, as_bytes, copy_each, is_plain
 from torchrl_ext.data.weights.blocks import Block, Shard
-from torchrl_ext.data.weights.digests import PositionDigest, block_words
+from torchrl_ext.data.weights.digests import PositionDigest, as_digests, block_words
 
 __all__ = ["RoundReceiver", "RoundSender"]
 
@@ -83,7 +82,7 @@ class RoundSender:
             self._held[index[shard.meta.name]].append(shard)
         self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
         self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
-        self._digests: defaultdict[int, list[Words]] = defaultdict(list)  # by worker
+        self._digests: defaultdict[int, list[Tensor]] = defaultdict(list)  # words of blocks, by worker
 
     @torch.no_grad()
     def send(self) -> int:
@@ -115,10 +114,7 @@ class RoundSender:
             flying.append(_together(self._carrier.send, messages, self._carrier))
             del messages
         self._take(len(self._plan.params), len(self._plan.params))
-        digests = [
-            (torch.from_numpy(np.array(own, dtype=np.uint64).view(np.uint8).ravel()).to(self._carrier.device), peer)
-            for peer, own in sorted(self._digests.items())
-        ]
+        digests = [(as_bytes(torch.cat(own)), peer) for peer, own in sorted(self._digests.items())]
         flying.append(_together(self._carrier.send, digests, self._carrier))
         _await(flying, 0, self._carrier)
 
@@ -217,7 +213,7 @@ class RoundReceiver:
         self._passed: deque[list[Any]] = deque()  # works by round
         self._done = 0
         self._came: defaultdict[int, list[int]] = defaultdict(list)  # parameters of the blocks of each trainer rank
-        self._found: dict[int, np.ndarray] = {}
+        self._found: dict[int, Tensor] = {}  # words of this worker's blocks
 
     @torch.no_grad()
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -238,7 +234,7 @@ class RoundReceiver:
                     tensor, parts = self._target(number)
                     del self._targets[number]
                     words = [block_words(self._plan.params[number], *part) for part in parts]
-                    self._found[number] = np.array(words, dtype=np.uint64).sum(axis=0)
+                    self._found[number] = torch.cat(words).sum(0, keepdim=True)
                     del parts
                     yield self._plan.params[number].name, tensor
                     del tensor
@@ -323,12 +319,12 @@ class RoundReceiver:
         return found
 
     def _compare(self, expected: np.ndarray) -> None:
-        for number, found in self._found.items():
-            if (found != expected[number]).any():
-                wanted, landed = (PositionDigest(*words.tolist()).hex() for words in (expected[number], found))
+        for number, found in zip(self._found, as_digests([*self._found.values()]), strict=True):
+            wanted = PositionDigest(*expected[number].tolist())
+            if found != wanted:
                 raise IntegrityError(
                     f"parameter {self._plan.params[number].name!r} differs from what was sent",
-                    expected=f"digest {wanted} of this worker's blocks, found {landed}",
+                    expected=f"digest {wanted.hex()} of this worker's blocks, found {found.hex()}",
                     state="the engine holds a damaged update and stays paused",
                     hint="send the version again",
                 )

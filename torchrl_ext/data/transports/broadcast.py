@@ -22,7 +22,7 @@ from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.transports.base import Arrival, Update
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.versions.full import FilePlace, FullWriter
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import Digests
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 
 __all__ = ["FILES", "Broadcast", "KeptTensors", "announce"]
@@ -37,13 +37,17 @@ _PLACE = "tensors"  # stands where a manifest names a file
 class KeptTensors(FullWriter):
     """Keeps keyframes as tensors in memory, in place of files: those of the newest one, until they are dropped.
 
+    A manifest of such a keyframe has digests in the place of checksums.
+
     Attributes:
         tensors: by name. They must not change before they are sent.
+        digests: of tensors that came over a group, by name.
     """
 
     def __init__(self) -> None:
         super().__init__(shard_bytes=1)
         self.tensors: dict[str, Tensor] = {}
+        self.digests: dict[str, str] = {}
 
     def needed_bytes(self, source: WeightSource) -> int:
         """Return 0: nothing is written anywhere."""
@@ -52,7 +56,7 @@ class KeptTensors(FullWriter):
     def write_tensors(
         self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        """Keep the tensors themselves.
+        """Keep the tensors themselves; whoever calls this knows their digests.
 
         Raises:
             ManifestError: the source does not yield what it declares, or a name is taken.
@@ -63,10 +67,8 @@ class KeptTensors(FullWriter):
                 state="nothing was sent",
                 hint="rename it with WeightSender(mapper=...), or take carrier='disk'",
             )
-        tensors = {meta.name: tensor for meta, tensor in pairs}
-        placed = {name: (_PLACE, tensor_digest(tensor)) for name, tensor in tensors.items()}
-        self.tensors = tensors
-        return placed, {_PLACE: sum(meta.nbytes for meta in owned[rank])}
+        self.tensors = {meta.name: tensor for meta, tensor in pairs}
+        return dict.fromkeys(self.tensors, (_PLACE, "")), {_PLACE: sum(meta.nbytes for meta in owned[rank])}
 
     def finish(
         self,
@@ -95,12 +97,12 @@ class KeptTensors(FullWriter):
             if (
                 tensor is None
                 or ParamMeta.of(one.meta.name, tensor) != one.meta
-                or tensor_digest(tensor) != one.checksum
+                or self.digests.get(one.meta.name) != one.checksum
             ):
                 fault = "is not in memory any more" if tensor is None else "came damaged over the group"
                 raise IntegrityError(
                     f"tensor {one.meta.name!r} of version {number} {fault}",
-                    expected=f"{one.meta} with xxh3-128 {one.checksum}",
+                    expected=f"{one.meta} with digest {one.checksum}",
                     state="nothing of the version was used",
                     hint="send again: after an update that failed, the next version is sent in full",
                 )
@@ -188,7 +190,11 @@ class Broadcast:
                 expected=f"a number of at most 18 digits, and a file {MANIFEST}",
                 state="nothing was read",
             )
-        tensors = {name: tensor.cpu() for name, tensor in self._worker.receive(arrival, {}, within)}
+        tensors, taken = dict[str, Tensor](), Digests()
+        for name, tensor in self._worker.receive(arrival, {}, within):
+            if name != FILES:
+                taken.add(name, tensor)
+            tensors[name] = tensor.cpu()  # beside the model in use there is no room on an accelerator for another one
         packed, count = tensors.pop(FILES, None), sum(coming.files.values())
         if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (count,)):
             raise IntegrityError(
@@ -206,7 +212,7 @@ class Broadcast:
         if version < self._versions.latest():
             self._store.delete("latest")
         self._versions.advance(version)
-        self.full.tensors = tensors
+        self.full.tensors, self.full.digests = tensors, taken.hex()
         return True
 
     def landed(self) -> None:

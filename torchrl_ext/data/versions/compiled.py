@@ -77,7 +77,7 @@ def _publish_and_land(codec: FileEncoding | BlockEncoding, width: int, counts: I
         reader.retain(lambda name: codec.whole_base)
         writer.publish(MappingSource(tensors), 1)
         loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
-        loader.position_digests()
+        loader.digests()
         for version, apart in enumerate(_APART, 2):
             for tensor in tensors.values():
                 tensor.view(BITS[width])[::apart] += 1

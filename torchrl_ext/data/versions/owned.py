@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.base.devices import settle
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
 from torchrl_ext.data.deltas.blocks import BlockEncoding
-from torchrl_ext.data.deltas.kernels import flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas.kernels import flat_bits
 from torchrl_ext.data.deltas.streams import differences, find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_bytes
 from torchrl_ext.data.stores.delta_manifest import DIGEST
@@ -24,13 +25,13 @@ from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.versions.full import FilePlace, FullWriter
 from torchrl_ext.data.versions.payloads import BlockFiles, FileEncoding, code
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
-from torchrl_ext.data.weights.digests import position_digest
+from torchrl_ext.data.weights.digests import Digests, PositionDigest, position_digest
 from torchrl_ext.data.weights.gather import Gather, Holding
 from torchrl_ext.data.weights.source import WeightSource, checked
 
 __all__ = ["FlatCopies", "Order", "Owned", "Written", "steps"]
 
-_DIGESTED = 1 << 20  # bytes of copies that are digested together, while they lie in a cache
+_TOGETHER = 64 << 20  # bytes that come from an accelerator at once
 
 
 class Order(Wire, frozen=True, kw_only=True):
@@ -120,17 +121,6 @@ class FlatCopies:
         """The bytes of all streams."""
         return sum(bits.nbytes for bits in self.bits)
 
-    def words(self, stream: int, low: int, high: int) -> np.ndarray:
-        """Return the linear digests of parts ``low`` to below ``high`` of a stream: uint64, shape (parts, 2)."""
-        from torchrl_ext.data.deltas.host_loops import digest_runs
-
-        own = self.table.streams[stream]
-        first, found = own.first[low : high + 1], np.zeros((high - low, 2), DIGEST)
-        bits = unsigned(self.bits[stream][int(first[0]) : int(first[-1])])
-        addresses = bits.ctypes.data + (first[:-1] - first[0]) * bits.itemsize
-        digest_runs(addresses, np.zeros(high - low, np.int64), np.diff(first), bits[:0], linear_keys(), found)
-        return found
-
     def by_name(self) -> dict[str, Tensor]:
         """Return the parts by the names of their parameters."""
         streams = zip(self.table.streams, self.parts, strict=True)
@@ -142,7 +132,7 @@ class FlatCopies:
 class Owned:
     """Copies of the parameters that this rank owns, as they are in the newest version: what deltas are taken against.
 
-    They are on the host, pinned where the tensors are on a GPU.
+    They are on the host, pinned where the tensors are on an accelerator.
 
     While a version is being written they are neither the old one nor the new one, and stay so when the attempt fails;
     rank 0 knows it, and has every rank write a full version next.
@@ -298,7 +288,10 @@ class Owned:
         self, draft: Draft, pairs: Iterator[tuple[ParamMeta, Tensor]]
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
         owned = [[self.table.params[one] for one in self._of(rank)] for rank in range(self._owners)]
-        return self.full.write_tensors(draft, owned, self._rank, pairs)
+        placed, sizes = self.full.write_tensors(draft, owned, self._rank, pairs)
+        number = self.table.number
+        digests = {name: PositionDigest(*self.digests[number[name]].tolist()) for name in placed}
+        return {name: (file, checksum or digests[name].hex()) for name, (file, checksum) in placed.items()}, sizes
 
     def _blocks(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
         assert isinstance(self.codec, BlockEncoding)
@@ -347,29 +340,28 @@ class Owned:
 
     def _copied(self, tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[ParamMeta, Tensor]]:
         """Copy tensors as they come, and yield the copies; `digests` are those of the copies when all have come."""
-        self.digests = np.zeros((len(self.table.params), 2), DIGEST)
-        streams, segments = self.table.place
-        at, low, high, waiting = 0, 0, 0, 0  # the copies that are digested next: those of a stream, from one to another
+        (streams, segments), params, number = self.table.place, self.table.params, self.table.number
+        taken, coming, nbytes = Digests(), list[tuple[ParamMeta, Tensor]](), 0
+        devices = set[torch.device]()
         for param, tensor in tensors:
+            away = tensor.device.type != "cpu"
             if self._copies is None:
-                self._copies = FlatCopies(self.table, pinned=tensor.is_cuda, owned=self._streams)
-            stream, segment = streams[param], segments[param]
-            copy = self._copies.parts[stream][segment]
-            copy.copy_(tensor)
-            if tensor.is_cuda:
-                self.digests[param] = position_digest(tensor)
-            else:
-                if (stream, segment) != (at, high) or waiting > _DIGESTED:
-                    self._digest(at, low, high)
-                    at, low, waiting = stream, segment, 0
-                high, waiting = segment + 1, waiting + tensor.nbytes
-            yield self.table.params[param], copy
-        self._digest(at, low, high)
-
-    def _digest(self, stream: int, low: int, high: int) -> None:
-        if low < high:
-            assert self._copies is not None
-            self.digests[self.table.streams[stream].params[low:high]] = self._copies.words(stream, low, high)
+                self._copies = FlatCopies(self.table, pinned=away, owned=self._streams)
+            copy = self._copies.parts[streams[param]][segments[param]]
+            copy.copy_(tensor, non_blocking=True)
+            taken.add(params[param].name, tensor if away else copy)
+            coming.append((params[param], copy))
+            devices.add(tensor.device)
+            nbytes += tensor.nbytes
+            if not away or nbytes >= _TOGETHER:  # a wait for each would take longer than many copies
+                settle(devices)
+                yield from coming
+                coming, nbytes = [], 0
+        settle(devices)
+        yield from coming
+        own = {number[name]: digest for name, digest in taken.found().items()}
+        self.digests = np.zeros((len(params), 2), DIGEST)
+        self.digests[[*own]] = np.array([*own.values()], DIGEST).reshape(-1, 2)
 
 
 def _numbered(

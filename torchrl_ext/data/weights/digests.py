@@ -1,9 +1,9 @@
 """Digests of tensors, for proving that two sides hold the same bytes.
 
-`tensor_digest` is over the bytes in their order. `PositionDigest` is over (position, bits) pairs in any order, and
-updated in O(changed): every element contributes to two sums modulo 2^64 by its raw bits and its flat position in the
-full checkpoint tensor. So
+A digest is over (position, bits) pairs in any order: every element contributes to two sums modulo 2^64 by its raw bits
+and its flat position in the full checkpoint tensor. So
 
+* every device computes the same, at the speed of its memory, and keeps the sums until somebody asks;
 * a shard's digest is the sum over its elements, and shards of any cut add up to the whole tensor's;
 * a change adds what the new bits contribute less what the old ones did: the two ends of a delta keep it without reading
   the rest.
@@ -28,20 +28,31 @@ cancel under any keys. Whoever knows the keys makes collisions at will.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 import xxhash
 from torch import Tensor
 
+from torchrl_ext.base.devices import Recorded, download, recorded, wait_for
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import Piece, Words, flat_bits
+from torchrl_ext.data.deltas.kernels import Piece, flat_bits
 from torchrl_ext.data.weights.view import Block, View
 
-__all__ = ["PositionDigest", "block_words", "byte_view", "digest_of", "position_digest", "tensor_digest"]
+__all__ = [
+    "Digests",
+    "PositionDigest",
+    "as_digests",
+    "block_words",
+    "byte_view",
+    "digest_of",
+    "digests_of",
+    "position_digest",
+]
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -51,14 +62,6 @@ def byte_view(tensor: Tensor) -> Tensor:
     """
     whole = tensor.detach().contiguous().resolve_conj().resolve_neg()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # strides of one element or none may be any
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """Return the xxh3-128 of the bytes of ``tensor`` in C order, as 32 hex digits.
-
-    Equal for equal bytes whatever the strides; -0.0 and 0.0 differ, and so do NaN payloads.
-    """
-    return xxhash.xxh3_128_hexdigest(byte_view(tensor).cpu().numpy().data)
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
@@ -87,18 +90,93 @@ class PositionDigest(NamedTuple):
         return f"{self.first:016x}{self.second:016x}"
 
 
+@final
+class Digests:
+    """Takes digests of tensors as they come.
+
+    On an accelerator they are queued on the stream of the thread that adds the tensor, and waited for when they are
+    asked for; small tensors are held, and digested together.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.device, int], list[tuple[str, Piece]]] = {}
+        self._bytes = 0
+        self._names, self._words = list[str](), list[Tensor]()
+        self._made = dict[torch.device, Recorded]()
+        self._found = dict[str, PositionDigest]()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the digest of a full tensor, which does not change before `launch`."""
+        lies = tensor.is_contiguous() and tensor.element_size() <= 8 and not (tensor.is_conj() or tensor.is_neg())
+        live = tensor if lies else flat_bits(tensor)
+        piece = Piece(destination=live, offset=0, strides=live.stride())
+        self._held.setdefault((live.device, live.element_size()), []).append((name, piece))
+        self._bytes += live.nbytes
+        if self._bytes >= (_CACHED if live.device.type == "cpu" else _TOGETHER):
+            self.launch()
+
+    def launch(self) -> None:
+        """Let go of the tensors that were added last; to be called in the thread that added them."""
+        held, self._held, self._bytes = self._held, {}, 0
+        for (device, _), own in held.items():
+            self._names += [name for name, _ in own]
+            self._words.append(kernels_on(device).words([piece for _, piece in own]))
+            self._made[device] = recorded([device])
+
+    def found(self) -> dict[str, PositionDigest]:
+        """Return the digest of each tensor, by name; waits once for each accelerator."""
+        self.launch()
+        for made in self._made.values():
+            wait_for(made)
+        names, words = self._names, self._words
+        self._names, self._words, self._made = [], [], {}
+        self._found |= zip(names, as_digests(words), strict=True)
+        return self._found
+
+    def hex(self) -> dict[str, str]:
+        """Return `found` as text."""
+        return {name: one.hex() for name, one in self.found().items()}
+
+
+def digests_of(tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> dict[str, PositionDigest]:
+    """Return the digest of each full tensor, computed on its device, by name."""
+    taken = Digests()
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        taken.add(name, tensor)
+    return taken.found()
+
+
+_CACHED, _TOGETHER = 1 << 20, 32 << 20  # bytes that are digested at once, on the host while they lie in a cache
+
+
+def as_digests(words: Sequence[Tensor]) -> Iterator[PositionDigest]:
+    """Return digests of rows of words, as `torchrl_ext.data.deltas.kernels.Kernels.words` returns them, in order.
+
+    Args:
+        words: int64, each of shape (k, 2), on any devices, each of which is waited for once.
+    """
+    by_device = dict[torch.device, list[int]]()
+    for number, one in enumerate(words):
+        by_device.setdefault(one.device, []).append(number)
+    joined = download([torch.cat([words[number] for number in own]) for own in by_device.values()])
+    rows = dict[int, Tensor]()
+    for own, every in zip(by_device.values(), joined, strict=True):
+        rows |= zip(own, every.split([len(words[number]) for number in own]), strict=True)
+    added = chain.from_iterable(rows[number].tolist() for number in range(len(words)))
+    return (PositionDigest().plus((one, two)) for one, two in added)
+
+
 def position_digest(tensor: Tensor) -> PositionDigest:
-    """Compute the digest of a full tensor, on its device.
+    """Return the digest of a full tensor, computed on its device.
 
     Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
     `block_words`.
     """
-    live = flat_bits(tensor)
-    return PositionDigest(*kernels_on(live.device).words(Piece(destination=live, offset=0, strides=(1,))))
+    return digests_of({"": tensor})[""]
 
 
-def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
-    """Return what the elements of a block add to the digest of their parameter.
+def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Tensor:
+    """Return what the elements of a block add to the digest of their parameter: int64, shape (1, 2), on their device.
 
     Args:
         meta: the parameter.
@@ -110,5 +188,4 @@ def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
         tensor, shape, start = torch.view_as_real(tensor), (*shape, 2), (*start, 0)
     strides = View.whole(shape).strides
     offset = sum(map(mul, start, strides))
-    piece = Piece(destination=tensor, offset=offset, strides=strides)
-    return kernels_on(tensor.device).words(piece)
+    return kernels_on(tensor.device).words([Piece(destination=tensor, offset=offset, strides=strides)])

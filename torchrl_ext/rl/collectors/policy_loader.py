@@ -13,7 +13,7 @@ from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, TensorsLoader, WeightLoader
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.source import unwrapped
 
 __all__ = ["EXTRA", "ModelLoader"]
@@ -83,9 +83,6 @@ class ModelLoader(WeightLoader, Patchable):
     def patchable(self, name: str) -> bool:
         return not _is_extra(name)  # a meta model gets its storage with the first version, sent in full
 
-    def position_digests(self) -> dict[str, str]:
-        return {} if self._empty else self._current().position_digests()
-
     def stage(self, changes: Changes) -> None:
         self._extra = dict(changes.whole([name for name in changes.digests if _is_extra(name)]))
         plain = {name: digest for name, digest in changes.digests.items() if not _is_extra(name)}
@@ -95,7 +92,8 @@ class ModelLoader(WeightLoader, Patchable):
         self._current().commit()
 
     def digests(self) -> dict[str, str]:
-        return self._current().digests() | {name: tensor_digest(tensor) for name, tensor in self._extra.items()}
+        extra = {name: one.hex() for name, one in digests_of(self._extra).items()}
+        return extra if self._empty else self._current().digests() | extra
 
     def proof(self) -> str:
         return "in place"
