@@ -1,4 +1,7 @@
-"""A device that is not there is refused by name, wherever one can be asked for."""
+"""Devices that are not there are refused by name, wherever one can be asked for; memory for copies is pinned."""
+
+import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,3 +59,40 @@ class TestAccelerator:
             assert sender.update_weights(policy).proof == "in place"
             assert [segment.flat.device for segment in transport._segments.values()] == [torch.device("lag:1")]
             assert held["x"].tolist() == [1.0] * 5
+
+
+def accelerated(monkeypatch, kind):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_cuda_pins_as_much_as_is_asked_for_until_it_is_freed(refused, monkeypatch, caplog):
+    accelerated(monkeypatch, "cuda")
+    calls = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", address, nbytes)) or int(refused),
+        cudaHostUnregister=lambda address: calls.append(("unregister", address)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = devices.pinned_memory(5000)
+    address, view = memory.data_ptr(), memory[100:].view(torch.bfloat16)
+    assert (memory.numel(), calls) == (5000, [("register", address, 5000)])
+    del memory
+    gc.collect()
+    assert len(calls) == 1
+    view.fill_(1)
+    del view
+    gc.collect()
+    assert calls[1:] == ([] if refused else [("unregister", address)])
+    assert refused is ("5000 bytes of host memory cannot be pinned" in caplog.text)
+
+
+@pytest.mark.parametrize(("nbytes", "pinned"), [(1000, True), (4096, True), (1100, False), (3640, False), (3641, True)])
+def test_elsewhere_pinned_memory_wastes_an_eighth_at_most(nbytes, pinned, monkeypatch):
+    accelerated(monkeypatch, "xpu")
+    empty, asked = torch.empty, []
+    monkeypatch.setattr(
+        torch, "empty", lambda *sizes, pin_memory, **how: asked.append(pin_memory) or empty(*sizes, **how)
+    )
+    assert devices.pinned_memory(nbytes).shape == (nbytes,) and asked == [pinned]

@@ -6,15 +6,20 @@ queued is read by another one only after an event (`recorded`, `wait_for`), or a
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError
+
+log = logging.getLogger("torchrl_ext")
 
 __all__ = [
     "BACKENDS",
@@ -26,6 +31,7 @@ __all__ = [
     "download",
     "free_cached",
     "known_device",
+    "pinned_memory",
     "recorded",
     "settle",
     "upload",
@@ -163,3 +169,23 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
             copy.copy_(one, non_blocking=True)
     settle(one.device for one in tensors)
     return found
+
+
+def pinned_memory(nbytes: int) -> Tensor:
+    """Return host memory that an accelerator copies from and to at full speed: uint8, shape (nbytes,).
+
+    torch's own pinned memory is rounded up to a power of two and kept for ever. So on CUDA this is plain memory that is
+    registered, until it is freed; elsewhere torch's, where that takes at most an eighth more, or else plain memory.
+    """
+    if not accelerator() or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    if accelerator() != "cuda":
+        rounded = 1 << (nbytes - 1).bit_length()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=8 * rounded <= 9 * nbytes)
+    memory, runtime = np.empty(nbytes, np.uint8), torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(memory.ctypes.data, nbytes, 0)):
+        log.warning("%d bytes of host memory cannot be pinned (see ulimit -l), so copies of weights are slower", nbytes)
+    else:
+        registered = weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+        registered.atexit = False  # the driver does it, and may be gone by then
+    return torch.from_numpy(memory)

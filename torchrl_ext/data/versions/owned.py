@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.base.devices import settle
+from torchrl_ext.base.devices import pinned_memory, settle
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
 from torchrl_ext.data.deltas.blocks import BlockEncoding
@@ -107,7 +107,8 @@ class FlatCopies:
                 continue
             scale = stream.dtype.itemsize // unit_bytes(stream.dtype)
             size, sizes = stream.size // scale, (np.diff(stream.first) // scale).tolist()
-            flat = torch.empty(size, dtype=stream.dtype, device="cpu", pin_memory=pinned)
+            nbytes = size * stream.dtype.itemsize
+            flat = (pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)).view(stream.dtype)
             parts = list(flat.split(sizes))
             for at, param in enumerate(stream.params.tolist()):
                 shape = table.params[param].shape
