@@ -10,10 +10,10 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.rl.collectors.collecting import same
 from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.base.errors import EngineRefusedError, ManifestError, NotConnectedError, UpdateError
-from torchrl_ext.base.messages import Finish, Join, Prefetch, Start, State
+from torchrl_ext.base.messages import Finish, Join, Prefetch, Seal, Start, State
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import tensor_digest
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightsState
 from torchrl_ext.testing import same_bits
@@ -138,7 +138,7 @@ class Whole(WeightLoader):
             self.live[name].copy_(tensor)
 
     def digests(self):
-        return {name: tensor_digest(tensor) for name, tensor in self.live.items()}
+        return {name: position_digest(tensor).hex() for name, tensor in self.live.items()}
 
 
 def test_whole_tensor_loader_needs_no_other_load_methods(tmp_path):
@@ -215,6 +215,20 @@ class TestFinish:
             assert receiver.held.base != version
             assert receiver.handle(Finish(version=version))["version"] == receiver.held.base == version
         assert receiver.handle(State()) == {"whole": True}
+
+
+def test_memory_that_a_load_took_is_freed_once_at_its_end(tmp_path, monkeypatch):
+    freed, held, transport = [], {"a": torch.zeros(4)}, tx.make_transport("delta", root=tmp_path)
+    monkeypatch.setattr("torchrl_ext.sync.receiver.free_cached", lambda: freed.append(float(held["a"][0])))
+    receiver = tx.WeightReceiver(held)
+    receiver.handle(invitation(transport, held))
+    for version in (1, 2):  # a load of all, and changes
+        load = prepared(transport, {"a": torch.full((4,), float(version))}, version)
+        for message in (Prefetch(version=version), Start(), load, Seal()):
+            receiver.handle(message)
+            assert freed == [1.0][: version - 1]
+        receiver.handle(Finish(version=version))
+        assert freed == [1.0]
 
 
 class Losing(TensorsLoader):

@@ -306,7 +306,7 @@ class WeightReceiver:
                 self._require_patchable().confirm()
 
     def start(self) -> None:
-        """Prepare for loading in the idle engine; without staged changes, also free torch's cached device memory."""
+        """Prepare for loading in the idle engine."""
         self._require_end()
         self._sealed = self._loading = False
         self._loads, self._compared, self._arrived = [], "", Digests()
@@ -316,7 +316,6 @@ class WeightReceiver:
     def _begin(self) -> None:
         self._loading = True
         self._spoil()
-        free_cached()
         self._require_loader().start()
 
     def load(self, message: messages.Load) -> None:
@@ -397,12 +396,10 @@ class WeightReceiver:
         self._arrived.launch()
 
     def seal(self) -> None:
-        """End the load and free its memory, so that `finish` does no work that can fail; a commit leaves none."""
+        """End the load, so that `finish` does no work that can fail."""
         if not self._sealed:
             loads, self._loads = self._loads, []  # forgotten if it fails
             self._require_loader().finish()
-            if self._loading:
-                free_cached()
             if arrived := self._arrived.hex():
                 self._compare(arrived, self._read_back())
                 self._compared = "" if self._in_slices else digest_of(arrived)
@@ -427,7 +424,7 @@ class WeightReceiver:
         self.seal()
 
     def finish(self, message: messages.Finish) -> Info:
-        """Note that the model holds all of a version, as it was `due`.
+        """Note that the model holds all of a version, as it was `due`; free the memory that a load took.
 
         Returns:
             ``version``, which it holds now; and ``digest``, `torchrl_ext.data.weights.digests.digest_of` the digests
@@ -435,6 +432,8 @@ class WeightReceiver:
             brings slices, which differ between workers.
         """
         self.due(message)
+        if self._loading:  # what loading took is wanted by others: a trainer on this device, a KV cache that wakes up
+            free_cached()
         self.version = message.version
         self.held, self._sealed = WeightsState(base=self.version, intact=True), False
         self._expect(None)
