@@ -15,7 +15,7 @@ from torchrl_ext.cli.bench.runner import figures
 
 SUBJECTS = {
     "coding": "kinds of blocks of changes, beside their entropy and a copy",
-    "digest": "digests of weights on the host, beside a copy of the same bytes",
+    "digest": "digests of weights on a device, beside a plain read of the same memory",
     "landing": "the pause of a delta that lands in vLLM, and of full files",
     "names": "37,000 names through an engine's own loader and through ours",
     "owners": "deltas of several trainer ranks: memory and coding of each, beside one rank alone",

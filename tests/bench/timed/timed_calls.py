@@ -42,7 +42,7 @@ def register():
         for name in names:
             wrap(owner, name, "ours")
     called = ("_placed", "_in_place", "_passing", "check", "patchable", "part", "slices", "missing", "landings")
-    called += ("digests", "position_digests", "stage", "confirm", "commit", "rehearse")  # by the engine's code, too
+    called += ("digests", "digests", "stage", "confirm", "commit", "rehearse")  # by the engine's code, too
     for loader in (EngineLoader, TensorsLoader):
         for name in called:
             if name in vars(loader):
