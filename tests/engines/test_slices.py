@@ -257,6 +257,20 @@ def test_start_checkpoint_counts_as_held_until_invalidation(loader):
         loader.digests()
 
 
+def test_what_an_update_brought_is_no_base_of_the_next_one(loader):
+    """Its digests may be of some tensors, or of none."""
+    loader.by_slices(False)
+    part = {name: weights(1)[name] for name in ("decay", "down")}
+    loader.part(frozenset(part))
+    loader.start()
+    loader.load(part.items())
+    loader.finish()
+    assert loader.digests() == {name: position_digest(tensor).hex() for name, tensor in part.items()}
+    loader.part(None)
+    with pytest.raises(ConfigError, match="base="):
+        loader.digests()
+
+
 @pytest.mark.parametrize("by_targets", [True, False])
 def test_slices_land_as_a_cold_start_lands_whole_tensors(loader, rank, by_targets):
     for seed in (1, 2, 0):

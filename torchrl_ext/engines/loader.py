@@ -480,6 +480,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def part(self, names: frozenset[str] | None) -> None:
         """Announce the update's tensors; opened layers must be complete, because the engine rebuilds them."""
         self._part, self._direct = None, frozenset()
+        self._handed, self._taken = {}, Digests()  # of the update before, which may have brought a part
         if names is None:
             return
         for name in names - {meta.name for meta in self._params}:

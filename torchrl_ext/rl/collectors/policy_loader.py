@@ -63,6 +63,7 @@ class ModelLoader(WeightLoader, Patchable):
         self._sent = sent
 
     def part(self, names: frozenset[str] | None) -> None:
+        self._extra = {}
         self._current().part(None if names is None else frozenset(name for name in names if not _is_extra(name)))
 
     def start(self) -> None:
