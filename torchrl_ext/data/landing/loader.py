@@ -18,7 +18,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.patcher import Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import digests_of
+from torchrl_ext.data.weights.digests import PositionDigest, digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
 from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
 from torchrl_ext.data.weights.source import (
@@ -242,6 +242,7 @@ class TensorsLoader(WeightLoader, Patchable):
         self._spelling: Spelling | None = None
         self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
         self._live: list[int] = []  # and of every tensor then
+        self._read: tuple[list[int], dict[str, PositionDigest]] = [], {}  # the same at the last `digests`, and these
         self._whole: dict[str, Tensor] = {}
 
     @property
@@ -299,6 +300,7 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def invalidate(self) -> None:
         self._patcher = self._spelling = None  # what they hold of the model's memory could not be given back
+        self._read = [], {}
 
     def patchable(self, name: str) -> bool:
         return name not in self._copied
@@ -349,7 +351,8 @@ class TensorsLoader(WeightLoader, Patchable):
             if spelled.source_of[name] in once if sent is None else name in sent:
                 wanted[name], memory[name] = tensor, tensor.data_ptr()
         if self._patcher is None or self._patched != memory:
-            self._patcher, self._patched = Patcher(identity(wanted)), memory
+            known = self._read[1] if self._patcher is None and self._read[0] == self._live else {}
+            self._patcher, self._patched = Patcher(identity(wanted), held=known), memory
         return self._patcher
 
     def digests(self) -> dict[str, str]:
@@ -358,6 +361,7 @@ class TensorsLoader(WeightLoader, Patchable):
         first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
         read = ((name, full(named[name])) for name in firsts.values())
         found = digests_of(chain(read, spelled.assembled(self._named)))
+        self._read = _addresses(self._own()), found
         return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -158,15 +159,21 @@ class Patcher:
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
         kernels: translate and write; by default those of each parameter's device.
+        held: digests of what this rank has of each tensor, as far as they are known.
 
     Attributes:
         others: names that change in what was staged last, and cannot be patched.
     """
 
-    def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        pieces: Mapping[str, Sequence[Piece]],
+        kernels: Kernels | None = None,
+        held: Mapping[str, PositionDigest] | None = None,
+    ) -> None:
         self.pieces, self._kernels = pieces, kernels
         self._plans: tuple[ParamTable, dict[int, list[_Plan]]] | None = None
-        self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as it is known
+        self._held = {name: one for name, one in (held or {}).items() if name in pieces}
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
         self._lists: list[_List] = []  # this and the next wait for the pause
         self._copies: list[_Copy] = []
@@ -281,12 +288,13 @@ class Patcher:
             self._plans = table, {}
         if stream not in self._plans[1]:
             names = [table.params[param].name for param in table.streams[stream].params.tolist()]
-            width, found = unit_bytes(table.streams[stream].dtype), dict[torch.device, list[list[Piece]]]()
+            width = unit_bytes(table.streams[stream].dtype)
+            found = defaultdict[torch.device, list[list[Piece]]](lambda: [[] for _ in names])
             for number, name in enumerate(names):
                 for piece in self.pieces.get(name, ()):
                     memory = piece.memory
                     if memory.numel() and memory.element_size() == width:
-                        found.setdefault(memory.device, [[] for _ in names])[number].append(piece)
+                        found[memory.device][number].append(piece)
             self._plans[1][stream] = [
                 _Plan(
                     [name for name, own in zip(names, segments, strict=True) for _ in own],
