@@ -214,9 +214,7 @@ worker.wake_up(tags=["weights"])
 
 def test_vllms_worker_lets_go_of_weights_before_it_sleeps(tmp_path):
     """Our backend hears of a sleep before the memory goes, and of the waking once the weights are there."""
-    done = finished(
-        REGISTER + SLEPT, tmp_path / "site", "vllm", json.dumps({**stand_in(), **WHOLE, WORKERS: SLEEPS})
-    )
+    done = finished(REGISTER + SLEPT, tmp_path / "site", "vllm", json.dumps({**stand_in(), **WHOLE, WORKERS: SLEEPS}))
     said = done.stdout.split("registered\n")[1].splitlines()
     assert said == ["let go", "sleeps", "wakes ['kv_cache']", "wakes ['weights']", "may read"], done.stderr
 
