@@ -13,7 +13,7 @@ import torch
 import torchrl_ext as tx
 from tests.data.group.members import Interrupted, stop
 from tests.gpu.ends import holds, model
-from tests.gpu.test_two_processes import environment
+from tests.gpu.pairs import environment
 from tests.processes import calling, running_python
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import meeting

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.gpu.ends import FILES, GROUPS, Road
-from tests.gpu.pairs import environment as environment
 from tests.gpu.pairs import travel
 
 pytestmark = [

@@ -18,7 +18,7 @@ from torchrl_ext.data.group.ranks import torch_group
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.derived import MappedSource
 from torchrl_ext.data.weights.digests import Digests
-from torchrl_ext.data.weights.source import WeightSource, checked, require_finite
+from torchrl_ext.data.weights.source import FiniteCheck, WeightSource, checked
 
 __all__ = ["UpdateSource", "bump", "named"]
 
@@ -61,7 +61,7 @@ class UpdateSource(WeightSource):
         self._narrow = narrow
         self._names: frozenset[str] | None = None  # names of the tensors that iteration yields; None for all
         self._params = self._all = self.whole.params()
-        self._checked: Collection[str] | None = None  # names of tensors that `require_finite` has seen; None before it
+        self._checked: Collection[str] | None = None  # names of tensors that `FiniteCheck` has seen; None before it
         self._digesting, self._ahead, self._coming = False, Digests(), Digests()
         self._held: Mapping[str, Tensor] = {}  # digested ahead
         self.version = 0
@@ -91,8 +91,10 @@ class UpdateSource(WeightSource):
             ManifestError: names a tensor with one; iteration raises it from now on, too.
         """
         held = {name: tensor for name, tensor in self.held().items() if self.only is None or name in self.only}
+        check = FiniteCheck()
         for name, tensor in held.items():
-            require_finite(name, tensor)
+            check.add(name, tensor)
+        check.settle()
         self._checked = held.keys()
 
     def digest(self, wanted: bool) -> None:
@@ -132,15 +134,17 @@ class UpdateSource(WeightSource):
         """Yield as `WeightSource.pairs`, and update `count`, `bytes` and `digests`; None yields all tensors to send."""
         names = self._names if names is None else names
         stream = self._stream = iter(self.whole) if names is None else self.whole.pairs(names)
-        coming = self._coming = Digests()
+        check, coming = FiniteCheck(), Digests()
+        self._coming = coming
         self.count = self.bytes = 0
         for meta, tensor in checked(stream, (meta for meta in self._params if names is None or meta.name in names)):
             if self._checked is not None and meta.name not in self._checked:
-                require_finite(meta.name, tensor)
+                check.add(meta.name, tensor)
             if self._digesting and meta.name not in self._held:
                 coming.add(meta.name, tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
+        check.settle()
         coming.launch()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -168,7 +172,9 @@ class UpdateSource(WeightSource):
             one.take()
         tensor = shard.take()
         if self._checked is not None and shard.meta.name not in self._checked:
-            require_finite(shard.meta.name, tensor.to(shard.meta.dtype))  # a cast may make infinities
+            check = FiniteCheck()
+            check.add(shard.meta.name, tensor.to(shard.meta.dtype))  # a cast may make infinities
+            check.settle()
         return tensor
 
     def _begin(self) -> Iterator[tuple[str, Tensor]]:

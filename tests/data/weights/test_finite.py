@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from tests.lag.device import waits
 from torchrl_ext.base.errors import ManifestError, UpdateError
 from torchrl_ext.data.weights.blocks import Block, Shard
-from torchrl_ext.data.weights.source import MappingSource, ModuleSource, WeightSource, checked, require_finite
+from torchrl_ext.data.weights.source import FiniteCheck, MappingSource, ModuleSource, WeightSource, checked
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.update_source import UpdateSource
 
@@ -126,7 +127,24 @@ def test_only_values_that_are_not_finite_are_found():
                 tensor.view(-1)[-1] = value
             found = nullcontext() if not tensor.numel() or abs(value) == most else pytest.raises(ManifestError)
             with found:
-                require_finite("w", tensor.mT if tensor.ndim > 1 else tensor)
-    require_finite("integers", torch.full((3,), 7))
-    require_finite("fp8", torch.full((3,), 448.0).to(torch.float8_e4m3fn))
-    require_finite("fp4", torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+                FiniteCheck().add("w", tensor.mT if tensor.ndim > 1 else tensor)
+    check = FiniteCheck()
+    check.add("integers", torch.full((3,), 7))
+    check.add("fp8", torch.full((3,), 448.0).to(torch.float8_e4m3fn))
+    check.add("fp4", torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+
+
+@pytest.mark.parametrize("bad", [None, "3", "7"])
+def test_a_device_is_waited_for_once_for_all_tensors(lag, bad):
+    tensors = {f"{number}": torch.full((3,), 65504.0, dtype=torch.float16) for number in range(9)}
+    for name in filter(None, (bad, bad and "8")):
+        tensors[name][1] = torch.inf
+    with torch.Stream(lag):
+        check, held = FiniteCheck(), {name: tensor.to(lag).clone() for name, tensor in tensors.items()}
+        before = waits()
+        for name, tensor in held.items():
+            check.add(name, tensor)
+        assert waits() == before
+        with nullcontext() if bad is None else pytest.raises(ManifestError, match=f"in '{bad}'"):
+            check.settle()
+        assert waits() == before + 1

@@ -14,16 +14,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, Part, dtype_name, is_torchrl
 from torchrl_ext.data.weights.blocks import Block, Shard, shards_of_dtensor
 
-__all__ = ["MappingSource", "ModuleSource", "WeightSource", "checked", "inner_model"]
+__all__ = ["FiniteCheck", "MappingSource", "ModuleSource", "WeightSource", "checked", "inner_model"]
 
 _CAST = 1 << 20  # elements
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -194,26 +195,61 @@ def require_memory(name: str, tensor: Tensor) -> None:
     )
 
 
-def require_finite(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with a NaN or an infinity.
+@final
+class FiniteCheck:
+    """Refuses tensors with a NaN or an infinity: on the host at once, on an accelerator when `settle` waits for it."""
 
-    Raises:
-        ManifestError: names it.
-    """
-    if not tensor.is_floating_point() or not tensor.numel() or "float4" in str(tensor.dtype):  # which has neither
-        return
-    tensor = tensor.detach()
+    def __init__(self) -> None:
+        self._names, self._found = list[str](), list[Tensor]()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Look at a tensor, which is not held.
+
+        Raises:
+            ManifestError: names it, on the host.
+        """
+        if not tensor.is_floating_point() or not tensor.numel() or "float4" in str(tensor.dtype):  # which has neither
+            return
+        found = _is_finite(tensor.detach())
+        if not found.is_cpu:
+            self._names.append(name)
+            self._found.append(found)
+        elif not found:
+            raise _infinite(name)
+
+    def settle(self) -> None:
+        """Wait, once for each accelerator, for what was found since the last call.
+
+        Raises:
+            ManifestError: names the first tensor with one.
+        """
+        names, found, self._names, self._found = self._names, self._found, [], []
+        by_device = dict[torch.device, list[int]]()
+        for number, one in enumerate(found):
+            by_device.setdefault(one.device, []).append(number)
+        rows = download([torch.stack([found[number] for number in own]) for own in by_device.values()])
+        every = (zip(own, row.tolist(), strict=True) for own, row in zip(by_device.values(), rows, strict=True))
+        bad = [number for own in every for number, finite in own if not finite]
+        if bad:
+            raise _infinite(names[min(bad)])
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Return whether all elements are finite: bool, shape (), on their device; does not wait for it."""
     small = tensor.element_size() == 1  # without sums and comparisons, so that it is cast, a part at a time
-    if not small and math.isfinite(tensor.sum().item()):  # faster; a sum of finite numbers may overflow
-        return
-    for part in tensor.reshape(-1).split(_CAST) if small else [tensor]:
-        least, largest = torch.aminmax(part.float() if small else part)  # a NaN anywhere is both
-        if not (least.isfinite() and largest.isfinite()):
-            raise ManifestError(
-                f"there is a NaN or an infinity in {name!r}",
-                expected="finite weights",
-                hint="find what makes the weights non-finite in training, or send them anyway with finite=False",
-            )
+    if tensor.is_cpu and not small and math.isfinite(tensor.sum().item()):  # faster; a sum of finite ones may overflow
+        return torch.tensor(True)
+    parts = tensor.reshape(-1).split(_CAST) if small else [tensor]
+    ends = [torch.aminmax(part.float() if small else part) for part in parts]  # a NaN anywhere is both
+    return torch.stack([end for both in ends for end in both]).isfinite().all()
+
+
+def _infinite(name: str) -> ManifestError:
+    return ManifestError(
+        f"there is a NaN or an infinity in {name!r}",
+        expected="finite weights",
+        hint="find what makes the weights non-finite in training, or send them anyway with finite=False",
+    )
 
 
 def _taken(name: str, tensor: Tensor) -> Tensor:
