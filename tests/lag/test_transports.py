@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -45,43 +46,44 @@ def put(place, tensors):
     }
 
 
-def trained(end, place):
-    """Send every version, and overwrite it as soon as the call has returned."""
+def trained(end, place, landed):
+    """Send every version, and overwrite it as soon as the call has returned; the next one once the last has landed."""
     with stream_of(place):
         for version in range(1, VERSIONS + 1):
             weights = put(place, state(version))
             end.send_weights(weights)
             for tensor in weights.values():
                 tensor.view(-1).view(torch.uint8).fill_(7)
+            assert landed.get(timeout=WAIT_S) == version
 
 
-def followed(end, place):
-    """Receive until the last version; yields which tensors of each are not the trainer's."""
-    wrong, version = [], 0
+def followed(end, place, landed):
+    """Receive every version; returns which tensors of each are not the trainer's."""
+    wrong = []
     with stream_of(place):
         held = put(place, state(0))
         addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
-        while version < VERSIONS:
+        for version in range(1, VERSIONS + 1):
             got = end.receive_weights(WAIT_S, weights=held)
-            assert got is not None, f"nothing came after version {version}"
-            version = end.received_version
+            assert got is not None, f"version {version} did not come"
             for name, tensor in state(version).items():
                 if not same_bits(held[name].cpu(), tensor) or not same_bits(got[name].cpu(), tensor):
                     wrong.append((version, name))
+            landed.put(version)
         assert {name: tensor.data_ptr() for name, tensor in held.items()} == addresses
     return wrong
 
 
 def exchanged(suite, sending, receiving, folder):
     """Which tensors of which versions did not arrive as they were sent."""
-    ends = suite().make_ends(folder)
+    ends, landed = suite().make_ends(folder), SimpleQueue()
     try:
         if ends.in_group:
             ends.connect(state(0))
         with ThreadPoolExecutor(1) as pool:
-            arriving = pool.submit(followed, ends.worker, receiving)
+            arriving = pool.submit(followed, ends.worker, receiving, landed)
             try:
-                trained(ends.trainer, sending)
+                trained(ends.trainer, sending, landed)
             except BaseException:
                 ends.worker.abort()
                 raise

@@ -72,9 +72,9 @@ class EngineWorker:
         """
         self.receiver.refuse_replaced(message)
         with current(self.receiver.device):
-            return self._handle(message)
+            return self._answer(message)
 
-    def _handle(self, message: Message) -> Info:
+    def _answer(self, message: Message) -> Info:
         match message:
             case Inspect():
                 version = self.receiver.version

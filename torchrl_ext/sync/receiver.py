@@ -133,9 +133,9 @@ class WeightReceiver:
         """
         self.refuse_replaced(message)
         with current(self.device):  # of whichever thread the engine handles messages in
-            return self._handle(message)
+            return self._answer(message)
 
-    def _handle(self, message: Message) -> Info:
+    def _answer(self, message: Message) -> Info:
         match message:
             case messages.Join():
                 self.connect(message)
