@@ -111,7 +111,7 @@ def run_rank(rank, port, ports, role, at):
     steps = Steps()
     join(rank, 2, port)
     engines = [Engine(LinePort(one)) for one in ports]
-    transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=60)
+    transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=20)  # which one of the deaths takes to be seen
     sender = tx.WeightSender(transport, Fleet(engines) if rank == 0 else None, rank=rank, finite=False)
     sender.update_weights(source(1))
     dist.barrier()  # rank 1 hears how an update ended from rank 0, which may die at the first step of the next one
