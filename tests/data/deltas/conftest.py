@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -11,15 +13,16 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 WAYS = {
     "numba": (HostKernels, "cpu"),
     "torch": (TorchKernels, "cpu"),
+    "torch on lag": (TorchKernels, "lag:0"),
     "torch on cuda": (TorchKernels, "cuda"),
 }
 
 
-@pytest.fixture(
-    scope="session",
-    params=["numba", "torch", pytest.param("torch on cuda", marks=[pytest.mark.gpu, CUDA])],
-)
+@pytest.fixture(params=["numba", "torch", "torch on lag", pytest.param("torch on cuda", marks=[pytest.mark.gpu, CUDA])])
 def way(request):
-    """An implementation, and the device that it is tried on."""
+    """An implementation, and the device that it is tried on, on a stream that nothing else waits for."""
     kernels, device = WAYS[request.param]
-    return kernels(), torch.device(device)
+    if request.param == "torch on lag":
+        request.getfixturevalue("lag")
+    with torch.Stream(device) if device != "cpu" else nullcontext():
+        yield kernels(), torch.device(device)
