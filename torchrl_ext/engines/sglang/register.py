@@ -114,7 +114,7 @@ def release_memory_occupation(original: Callable[..., Any], manager: Any, reques
     """Wrap the scheduler's part of ``/release_memory_occupation``: first, no thread of ours reads the weights."""
     model = manager.tp_worker.model_runner.model
     if model in _workers:
-        _guarded(_workers[model].end.stop)
+        _guarded(lambda: str(_workers[model].end.stop()))  # an error here would end the server
     return original(manager, request)
 
 
