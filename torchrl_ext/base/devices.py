@@ -19,8 +19,6 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError
 
-log = logging.getLogger("torchrl_ext")
-
 __all__ = [
     "BACKENDS",
     "Recorded",
@@ -40,6 +38,8 @@ __all__ = [
     "visible_devices",
     "wait_for",
 ]
+
+log = logging.getLogger("torchrl_ext")
 
 Recorded = list[tuple[torch.device, torch.Event]]
 """A point in what a thread queued on some devices."""

@@ -224,9 +224,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
         The slices that a trainer was asked for stay as they are. A model that sleeps is left for a later call.
         """
-        stop = stop or Event()
         if self._compared or self.model.asleep:
             return
+        stop = stop or Event()
         if self._placement is not None and not self._whole_model:
             self._pieces = self._in_place(self._placement, stop)
         if stop.is_set():

@@ -36,8 +36,8 @@ class ShardedTransport(StandaloneTransport):
         master_port: port of its store; 0 picks a free one, which a control layer passes on.
         worker: without a control layer, the number of this worker, 0 to ``workers - 1``; None for a trainer rank.
         workers: without a control layer, the number of workers.
-        device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
-            one.
+        device: device of the tensors that are sent and received; by default this thread's accelerator, or the CPU
+            without one.
         backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
         bucket_bytes: largest number of bytes that a trainer rank sends, and a worker receives, in one round; two rounds
             overlap. None takes 8 MiB over gloo, and 256 MiB between devices.

@@ -210,8 +210,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
         master_port: port of the trainer's store; 0 picks a free one, which a control layer passes on.
         rank: rank of this process; 0 (or None) is the trainer.
         world_size: 1 + number of workers; None takes it from `open`.
-        device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
-            one.
+        device: device of the tensors that are sent and received; by default this thread's accelerator, or the CPU
+            without one.
         vllm_engine: the engines that receive. The transport itself never calls them; a `TransportWeightUpdater` over it
             drives them, and a `WeightSender` takes them as an argument.
         backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.

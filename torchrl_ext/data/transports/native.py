@@ -302,8 +302,8 @@ class NativeTransport(StandaloneTransport):
         master_port: port of the trainer's store; 0 picks a free one, which a control layer passes on.
         rank: rank of this process; 0 is the trainer, other ranks are workers without a control layer.
         world_size: 1 + number of workers; None takes it from `open`.
-        device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
-            one.
+        device: device of the tensors that are sent and received; by default this thread's accelerator, or the CPU
+            without one.
         backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU. Stock vLLM supports only NCCL.
         bucket_bytes: size of a broadcast; an engine holds one or two at a time.
         timeout_s: deadline of every wait, in seconds. Engines have their own deadlines, up to half an hour.
