@@ -64,6 +64,13 @@ class CarrierContract:
     def filled(self, nbytes, seed=0):
         return filled(nbytes, seed, self.device)
 
+    def carry(self, source, to, nbytes=8, seed=0):
+        """Have one end of a group send bytes to another, and see that they arrive."""
+        read, sent = self.blank(nbytes), self.filled(nbytes, seed)
+        sends, receives = lambda: source.send(sent, to.rank), lambda: to.receive(read, source.rank)
+        assert beside(lambda: source.wait(sends()), lambda: to.wait(receives())) == [None, None]
+        assert arrived(read, seed)
+
     @contextmanager
     def seats(self, size=RANKS, timeout_s=WAIT_S, generation="1"):
         """Seats of a group, all of them in this process; its notes are closed at the end."""
@@ -163,13 +170,11 @@ class CarrierContract:
 
     def test_a_block_that_fails_begins_nothing(self, group):
         first, second, _ = group
-        lost, read = self.filled(MIB, 1), self.blank(MIB)
+        lost = self.filled(MIB, 1)
         with pytest.raises(ZeroDivisionError), first.together():
             first.send(lost, 1)
             raise ZeroDivisionError
-        sends = lambda: first.wait(first.send(self.filled(MIB, 2), 1))  # noqa: E731
-        assert beside(sends, lambda: second.wait(second.receive(read, 0))) == [None, None]
-        assert arrived(read, 2)
+        self.carry(first, second, MIB, seed=2)
 
     # failures
 
@@ -184,8 +189,7 @@ class CarrierContract:
         """Also if its connection was used before."""
         with self.groups(timeout_s=SHORT_S) as (first, _, third):
             if met:
-                sends = lambda: first.wait(first.send(self.filled(8), 2))  # noqa: E731
-                assert beside(sends, lambda: third.wait(third.receive(self.blank(8), 0))) == [None, None]
+                self.carry(first, third)
             (late,) = beside(lambda: first.wait(first.send(self.filled(MIB), 2)))
             assert type(late) is DeadlineError and "rank 2 (pid 1002" in str(late), late
             first.sever()
@@ -220,8 +224,7 @@ class CarrierContract:
     def test_a_peer_that_dies_in_the_middle_is_seen_and_the_next_forms(self):
         """Nobody leaves a word; the other end says so, lives, and moves bytes in the next group."""
         with self.groups(size=2) as (first, second):
-            sends = lambda: first.wait(first.send(self.filled(8), 1))  # noqa: E731
-            assert beside(sends, lambda: second.wait(second.receive(self.blank(8), 0))) == [None, None]
+            self.carry(first, second)
             work = first.receive(self.blank(64 * MIB), 1)
             began = time.monotonic()
             second.carrier.abort()
@@ -229,16 +232,12 @@ class CarrierContract:
                 first.wait(work)
             assert time.monotonic() - began < WAIT_S / 2
         with self.groups(size=2) as (first, second):
-            read = self.blank(MIB)
-            sends = lambda: first.wait(first.send(self.filled(MIB, 3), 1))  # noqa: E731
-            assert beside(sends, lambda: second.wait(second.receive(read, 0))) == [None, None]
-            assert arrived(read, 3)
+            self.carry(first, second, MIB, seed=3)
 
     def test_what_the_notes_say_of_a_lost_peer_ends_waits(self):
         """Where a library hears nothing of a peer, the notes that lost its connection do."""
         with self.groups(size=2) as (first, second):
-            sends = lambda: first.wait(first.send(self.filled(8), 1))  # noqa: E731
-            assert beside(sends, lambda: second.wait(second.receive(self.blank(8), 0))) == [None, None]
+            self.carry(first, second)
             second.notes.put_at_end(severed("1"), "rank 1 (pid 1001) is gone")
             work = first.receive(self.blank(MIB), 1)
             second.notes.close()
