@@ -99,7 +99,8 @@ def publishes_in_bounds(root):
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     transport.send_weights(Gathering())
-    assert peak_bytes() - before < 2 * shard_bytes, (peak_bytes() - before) / shard_bytes
+    coming = 4 << 20  # the tensor that is made while two shards are held
+    assert peak_bytes() - before < 2 * shard_bytes + coming, (peak_bytes() - before) / shard_bytes
 
 
 class TestLifetime:
