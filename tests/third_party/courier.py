@@ -6,7 +6,6 @@ import json
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.request import ProxyHandler, build_opener
@@ -18,8 +17,8 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 
 _OPENER = build_opener(ProxyHandler({}))  # the trainer is asked itself, whatever proxies the environment names
@@ -78,15 +77,11 @@ class CourierTransport(StandaloneTransport):
     def _url(self, port: int) -> str:
         return f"http://{self._at[0]}:{port}/{self._token}"
 
-    @cached_property
-    def mailbox(self) -> CourierWorker:
+    def attend(self, within: Deadline) -> CourierWorker:
         return CourierWorker(self._url(self._at[1]))
 
-    def attend(self, within: Deadline) -> CourierWorker:
-        return self.mailbox
 
-
-class CourierWorker(LandingEnd, Mailbox):
+class CourierWorker(StandaloneEnd):
     """Fetches versions from the pages of a trainer."""
 
     def __init__(self, url: str) -> None:
@@ -99,7 +94,7 @@ class CourierWorker(LandingEnd, Mailbox):
         except (SafetensorError, KeyError) as error:
             raise IntegrityError(f"version {arrival.version} is damaged: {error!r}") from error
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         for _ in within.pauses():
             try:
                 newest = json.loads(self.fetch("newest", within) or "null")

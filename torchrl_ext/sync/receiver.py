@@ -209,11 +209,11 @@ class WeightReceiver:
         self.connection, self._sender = message.connection, message.sender
         kind = transports.load(message.transport)
         if isinstance(loader, Sliceable):
-            loader.by_slices(kind.slices)
+            loader.by_slices(kind.abilities.slices)
         if isinstance(loader, Rehearsable):
             loader.refuse_unsound(unproved=message.unproved)
-            loader.vouch(message.compares and not kind.carries_digests)
-        self._reads_back, self._in_slices = message.compares and kind.carries_digests, kind.slices
+            loader.vouch(message.compares and not kind.abilities.digests)
+        self._reads_back, self._in_slices = message.compares and kind.abilities.digests, kind.abilities.slices
         self.close()
         timeout_s = offer.get("timeout_s", _TIMEOUT_S)
         self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")

@@ -31,7 +31,16 @@ from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.control.client import EngineClient, NullEngine
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks, drives, numbered
-from torchrl_ext.data.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
+from torchrl_ext.data.transports.base import (
+    Arrival,
+    Handoff,
+    TransferStats,
+    Transport,
+    Update,
+    exclusive,
+    passing,
+    steps_of,
+)
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.derived import as_source, converted
 from torchrl_ext.data.weights.digests import digest_of
@@ -191,7 +200,7 @@ class WeightSender:
                 self._join(params)
 
     def _join(self, params: tuple[ParamMeta, ...]) -> None:
-        if self._transport.gathers:  # the other ranks take no part
+        if self._transport.abilities.gathers:  # the other ranks take no part
             if self._ranks.drives:
                 self._connection.ensure(params, self._spans)
         elif self._ranks.drives:
@@ -218,7 +227,7 @@ class WeightSender:
             ConcurrentUpdateError: another thread sends through this transport or to this engine.
             ManifestError: ``only`` is empty or names a tensor that is not sent; or a tensor that this process holds has
                 a NaN or an infinity.
-            ConfigError: the transport sends whole models only (its `Transport.parts` is false).
+            ConfigError: the transport sends whole models only (it lacks the ability ``parts``).
             WeightSyncError: the update failed; the message says what each engine serves.
         """
         with exclusive(self._transport, "update_weights"), self._connection.turn():
@@ -331,7 +340,7 @@ class WeightSender:
             base = None if whole else self._connection.delivered
             self._ranks.session.order("limit", base=base)
             source.limit(base)
-            source.digest(self._verify and self.engine.verifies and not self._transport.carries_digests)
+            source.digest(self._verify and self.engine.verifies and not self._transport.abilities.digests)
             source.version = self._next_version()
             self._refuse_two_values(source)
             try:
@@ -417,7 +426,7 @@ class WeightSender:
 
     def _onto(self, update: Update) -> Part | None:
         """Return the part to announce to workers; None if the transport itself finds what changed."""
-        return None if self._transport.compares else update.source.part
+        return None if self._transport.abilities.compares else update.source.part
 
     def _served(self, update: Update, handoff: Handoff) -> None:
         self._stats = handoff.stats
@@ -427,7 +436,7 @@ class WeightSender:
             log.error("weights version %d is in service, but its transport raised then", update.version, exc_info=True)
 
     def _source(self, weights: Any = None, only: Collection[str] | None = None) -> UpdateSource:
-        if only is not None and not self._transport.parts:
+        if only is not None and not self._transport.abilities.parts:
             raise ConfigError(
                 f"a {self._transport.name} transport sends whole models only",
                 state="nothing was sent",
@@ -441,7 +450,9 @@ class WeightSender:
         source = as_source(registered if weights is None else weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # converts the module's parameter names to checkpoint names
-        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=not self._transport.compares)
+        sent = UpdateSource(
+            source, mapper=self._mapper, dtype=self._dtype, narrow=not self._transport.abilities.compares
+        )
         sent.only = None if only is None else named(only, sent)
         if self._finite:
             sent.require_finite()
@@ -519,4 +530,10 @@ def _client_of(transport: Transport, engine: EngineClient | str | None, rank: in
             expected="an engine",
             hint="give an engine, or derive the transport from StandaloneTransport",
         )
-    return NullEngine(on_load=transport.announce)
+
+    def announce(info: Info) -> None:
+        within = Deadline(transport.timeout_s, f"the workers of this {transport.name} transport")
+        params = tuple(map(ParamMeta.from_json, info["params"]))
+        transport.announce(Arrival(version=info["version"], params=params, info=info), within)
+
+    return NullEngine(on_load=announce)

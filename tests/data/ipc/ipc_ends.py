@@ -34,7 +34,7 @@ def stops_taking(channel, number, at):
     worker = tx.make_transport("ipc", channel=channel, timeout_s=60)
     print("up", flush=True)
     within = Deadline(60)
-    arrival = worker.mailbox.get(within)
+    arrival = worker.attend(within).next(within)
     for index, _ in enumerate(worker.attend(within).receive(arrival, {}, within)):
         if index == at:
             os.kill(os.getpid(), number)

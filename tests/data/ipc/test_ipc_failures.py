@@ -77,7 +77,7 @@ class TestFailures:
 
         def take_one():
             within = Deadline(WAIT_S)
-            next(worker.attend(within).receive(worker.mailbox.get(within), {}, within))
+            next(worker.attend(within).receive(worker.attend(within).next(within), {}, within))
 
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(take_one)
@@ -370,7 +370,7 @@ def test_a_worker_takes_any_message_of_a_trainer(draw):
                 arrival = Arrival(version=1, params=PARAMS, info=info)
                 with suppress(WeightSyncError):
                     worker.enter("s", Deadline(0.0))
-                    arrival = draw.choice([arrival, worker.get(Deadline(0.0)) or arrival])
+                    arrival = draw.choice([arrival, worker.next(Deadline(0.0)) or arrival])
                 with suppress(WeightSyncError):
                     list(worker.receive(arrival, {}, Deadline(0.0)))
 

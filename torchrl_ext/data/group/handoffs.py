@@ -14,8 +14,8 @@ from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyn
 from torchrl_ext.base.types import Count, Params, Wire
 from torchrl_ext.data.group.meeting import LAST_WORDS_S, LOOK_S, Member
 from torchrl_ext.data.group.process_group import Group
-from torchrl_ext.data.transports.base import Arrival, LandingEnd
-from torchrl_ext.data.transports.standalone import Mailbox
+from torchrl_ext.data.transports.base import Arrival
+from torchrl_ext.data.transports.standalone import StandaloneEnd
 
 __all__ = [
     "GroupLoad", "GroupMailbox", "GroupWorker", "acknowledge", "await_workers", "receiving_failed", "sending_failed",
@@ -109,7 +109,7 @@ class _Announcement(Wire, frozen=True, kw_only=True):
     params: Params | None = None
 
 
-class GroupMailbox(Mailbox):
+class GroupMailbox:
     """Announces versions in the notes of a group.
 
     Args:
@@ -119,8 +119,8 @@ class GroupMailbox(Mailbox):
     def __init__(self, member: Member) -> None:
         self.member: Any = member  # of the class that a subclass needs
 
-    def put(self, arrival: Arrival, within: Deadline) -> None:
-        """As `Mailbox.put`; the announcement before is removed, since its readers have read it."""
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        """Announce a version; the announcement before is removed, since its readers have read it."""
         self.member.under(within)
         group = self.member.carrier()
         params = None if arrival.params == group.params else arrival.params  # a model's parameters rarely change
@@ -129,7 +129,7 @@ class GroupMailbox(Mailbox):
         group.notes.drop(_key(group, group.announced))
         group.announced, group.params = group.announced + 1, arrival.params
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         """Return the next announcement, or None at the deadline.
 
         Raises:
@@ -191,7 +191,7 @@ class _Incoming(Protocol):
     def pairs(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-class GroupWorker(GroupMailbox, LandingEnd):
+class GroupWorker(GroupMailbox, StandaloneEnd):
     """A worker's end in a group: it takes each handoff, or tells the trainer why not and ends the group.
 
     A subclass says what arrives, in `incoming`.

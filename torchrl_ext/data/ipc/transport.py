@@ -99,7 +99,7 @@ class IPCTransport(StandaloneTransport):
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `receive_weights`."""
-        self._leave()
+        self.close()
         self._alone = workers == 0
         if self._alone:
             return Handoff()
@@ -136,7 +136,7 @@ class IPCTransport(StandaloneTransport):
                     connected.tell(Announce(version=update.version, params=params, load=load), within)
                 self._transfer(connected, update, load.handoff, within)
             except BaseException as error:
-                self._leave()  # by which workers see that nothing more comes
+                self.close()  # by which workers see that nothing more comes
                 if isinstance(error, (TransportError, DeadlineError)):
                     raise type(error)(
                         f"weights version {update.version} did not arrive: {error.what}",
@@ -193,10 +193,6 @@ class IPCTransport(StandaloneTransport):
 
     # worker end
 
-    @property
-    def mailbox(self) -> IPCWorker:
-        return self._worker
-
     def attend(self, within: Deadline) -> IPCWorker:
         return self._worker
 
@@ -225,13 +221,12 @@ class IPCTransport(StandaloneTransport):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._leave()
         self._alone = True
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None

@@ -13,9 +13,9 @@ from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedErr
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.group.links import Link, connect_locally
 from torchrl_ext.data.ipc.messages import Announce, Done, Hello, IPCLoad, Welcome, read, send
-from torchrl_ext.data.transports.base import Arrival, LandingEnd
+from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.data.transports.buckets import Bucket, Lander, layout
-from torchrl_ext.data.transports.standalone import Mailbox
+from torchrl_ext.data.transports.standalone import StandaloneEnd
 
 __all__ = ["IPCWorker", "buckets_of"]
 
@@ -44,7 +44,7 @@ def buckets_of(params: tuple[ParamMeta, ...], capacity: int) -> tuple[Bucket, ..
 
 
 @final
-class IPCWorker(LandingEnd, Mailbox):
+class IPCWorker(StandaloneEnd):
     """A worker's end of the connection to its trainer, through which it receives handoffs.
 
     Args:
@@ -87,8 +87,8 @@ class IPCWorker(LandingEnd, Mailbox):
         if welcome is not None and welcome.session != session:
             raise IntegrityError("another trainer answers at this trainer's address", state="nothing was received")
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        """As `Mailbox.get`; each version is announced once, and a trainer that is gone may come back."""
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """As `StandaloneEnd.next`; each version is announced once, and a trainer that is gone may come back."""
         for _ in within.pauses(**_PAUSES):
             try:
                 while (message := self._hear(within)) is not None:

@@ -131,7 +131,7 @@ class Sliceable(ABC):
 
     @abstractmethod
     def by_slices(self, wanted: bool) -> None:
-        """Set whether the transport sends slices (`Transport.slices`), from the next `start` on."""
+        """Set whether the transport sends slices (an ability of it), from the next `start` on."""
 
     @abstractmethod
     def slices(self) -> Mapping[str, tuple[Block, ...]]:

@@ -17,7 +17,7 @@ from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Members
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.sharded.trainer import ShardedTrainer
 from torchrl_ext.data.sharded.worker import ShardedWorker
-from torchrl_ext.data.transports.base import Handoff, Update, Worker
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, Update, Worker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import WeightSource
 
@@ -62,9 +62,7 @@ class ShardedTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "sharded"
-    carries_digests: ClassVar[bool] = True
-    slices: ClassVar[bool] = True
-    gathers: ClassVar[bool] = False  # each rank sends what it holds
+    abilities: ClassVar[Abilities] = Abilities(digests=True, slices=True, gathers=False)
 
     def __init__(
         self,
@@ -170,9 +168,8 @@ class ShardedTransport(StandaloneTransport):
         self._worker.member.carrier()
         return self._worker
 
-    @property
-    def mailbox(self) -> GroupMailbox:
-        return GroupMailbox(self._trainer.member) if self._number is None else self._worker
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        GroupMailbox(self._trainer.member).announce(arrival, within)
 
     def check_connection(self) -> bool:
         return self._trainer.member.connected

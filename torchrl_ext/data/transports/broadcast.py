@@ -151,7 +151,7 @@ def announce(group: VLLMCollectiveTransport, store: Store, full: KeptTensors, ve
     handoff = group.prepare(Update(source=source, version=version), within)
     coming = Coming(files={name: len(data) for name, data in files.items()})
     info = {**handoff.info, **coming.to_json()}
-    group.mailbox.put(Arrival(version=version, params=source.params(), info=info), within)
+    group.announce(Arrival(version=version, params=source.params(), info=info), within)
     handoff.transfer(within)
     full.tensors = {}  # they are those of the baseline, which the next delta changes
 
@@ -179,7 +179,7 @@ class Broadcast:
             TransportError, DeadlineError: the trainer is gone, or stopped half-way.
             IntegrityError, ConfigError: what came is no version.
         """
-        arrival = self._worker.get(within)
+        arrival = self._worker.next(within)
         if arrival is None:
             return False
         coming = Coming.from_json(arrival.info, "what the trainer announces")

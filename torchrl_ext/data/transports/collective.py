@@ -19,7 +19,7 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, T
 from torchrl_ext.base.types import Count, Info, ParamMeta
 from torchrl_ext.data.group import handoffs
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
-from torchrl_ext.data.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
+from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
 from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Member, Membership
 from torchrl_ext.data.group.process_group import Group, Sizes
 from torchrl_ext.data.transports import collective as stream
@@ -390,9 +390,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self.member.carrier()
         return self._worker
 
-    @property
-    def mailbox(self) -> GroupMailbox:
-        return self._worker
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        self._worker.announce(arrival, within)
 
     def check_connection(self) -> bool:
         return self.member.connected

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar, final
 
@@ -29,11 +29,11 @@ from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.stores.folders import version_name
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.broadcast import Broadcast, KeptTensors, announce
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.disk import VISIBLE_S, Invitation, SharedRoot
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.open_route import OpenRoute
@@ -71,8 +71,8 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
 
 
 @final
-class DeltaReader(LandingEnd, Mailbox):
-    """Follows a chain; a version that was staged, or that `get` returned, stays open, so that none can prune it.
+class DeltaReader(StandaloneEnd):
+    """Follows a chain; a version that was staged, or that `next` returned, stays open, so that none can prune it.
 
     Args:
         store: holds the versions; in memory where a group brings them.
@@ -156,7 +156,7 @@ class DeltaReader(LandingEnd, Mailbox):
             raise FileNotFoundError(f"version {arrival.version} was removed while it was read") from error
         self._forget()
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         before = 0 if received is None else received.version
         for _ in self._looks(within):
             version = self._reader.unseen(before)
@@ -260,9 +260,7 @@ class DeltaTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "delta"
-    carries_digests: ClassVar[bool] = True
-    compares: ClassVar[bool] = True
-    gathers: ClassVar[bool] = False  # each rank takes what it owns
+    abilities: ClassVar[Abilities] = Abilities(digests=True, compares=True, gathers=False)
 
     def __init__(
         self,
@@ -412,7 +410,6 @@ class DeltaTransport(StandaloneTransport):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.mailbox.close()
         if self._group is not None:
             self._group.shutdown()
             self._kept.tensors = {}
@@ -423,17 +420,13 @@ class DeltaTransport(StandaloneTransport):
 
     # worker end
 
-    @cached_property
-    def mailbox(self) -> DeltaReader:
+    def attend(self, within: Deadline) -> DeltaReader:
         return DeltaReader(
             self._store,
             self._base,
             group=None if self._group is None else CollectiveWorker(self._group.member),
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
-
-    def attend(self, within: Deadline) -> DeltaReader:
-        return self.mailbox
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:

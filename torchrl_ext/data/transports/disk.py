@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -25,8 +24,8 @@ from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.folders import version_name
 from torchrl_ext.data.stores.local import TEMPORARY, LocalStore
 from torchrl_ext.data.stores.store import Store
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.full import FullWriter, PublishedVersion
 
 __all__ = ["VISIBLE_S", "DiskTransport", "Invitation", "SharedRoot"]
@@ -167,7 +166,7 @@ class DiskTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "disk"
-    parts: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(parts=False)
 
     def __init__(
         self,
@@ -229,18 +228,13 @@ class DiskTransport(StandaloneTransport):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.mailbox.close()
         self._shared.clear()
         self._store.disown()
 
     # worker end
 
-    @cached_property
-    def mailbox(self) -> DiskReader:
-        return DiskReader(self._store)
-
     def attend(self, within: Deadline) -> DiskReader:
-        return self.mailbox
+        return DiskReader(self._store)
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
@@ -251,8 +245,8 @@ class DiskTransport(StandaloneTransport):
 
 
 @final
-class DiskReader(LandingEnd, Mailbox):
-    """Reads versions of a root; a version that was staged, or that `get` returned, stays open and readable.
+class DiskReader(StandaloneEnd):
+    """Reads versions of a root; a version that was staged, or that `next` returned, stays open and readable.
 
     Args:
         store: the root.
@@ -277,7 +271,7 @@ class DiskReader(LandingEnd, Mailbox):
             opened.check(arrival.params, arrival.info.get("run_id"))
             yield from opened.pairs(into)
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
             run, newest = self._versions.head()
             with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming

@@ -51,10 +51,10 @@ from torchrl_ext.data.group.meeting import Member
 from torchrl_ext.data.group.nccl import NcclCarrier, new_unique_id, package
 from torchrl_ext.data.group.notes import NoteStore
 from torchrl_ext.data.group.process_group import Carrier, Group, Seat
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 
 __all__ = ["NAME", "GroupInvitation", "Meeting", "NativeTransport"]
 
@@ -423,11 +423,10 @@ class NativeTransport(StandaloneTransport):
         self._leave()
         self._standalone.init_all_workers_group(model_metadata)
 
-    @property
-    def mailbox(self) -> Mailbox:
-        return self._standalone.mailbox
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        self._standalone.announce(arrival, within)
 
-    def attend(self, within: Deadline) -> LandingEnd:
+    def attend(self, within: Deadline) -> StandaloneEnd:
         return self._standalone.attend(within)
 
     def abort(self) -> None:
