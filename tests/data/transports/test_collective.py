@@ -124,7 +124,7 @@ def take_until(worker, stop_at):
     """Receive one version as a loader does that stops at a parameter, by its number."""
     within = Deadline(WAIT_S)
     end = worker.attend(within)
-    for number, _ in enumerate(end.receive(end.get(within), {}, within)):
+    for number, _ in enumerate(end.receive(end.next(within), {}, within)):
         if number == stop_at:
             break
 
@@ -234,7 +234,7 @@ def receives(port, rank, size, stop_at):
     print("connected", flush=True)
     within = Deadline(WAIT_S)
     worker = end.attend(within)
-    for number, _ in enumerate(worker.receive(worker.get(within), {}, within)):
+    for number, _ in enumerate(worker.receive(worker.next(within), {}, within)):
         if number == stop_at:
             stop()
     print("took", flush=True)

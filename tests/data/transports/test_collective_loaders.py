@@ -42,7 +42,7 @@ def follow(port):
             end.init_all_workers_group({})
         worker = end.attend(within)
         try:
-            with closing(worker.receive(worker.get(within), {}, within)) as pairs:
+            with closing(worker.receive(worker.next(within), {}, within)) as pairs:
                 print("took", load(pairs, int(line)), flush=True)
         except ValueError as error:
             held = error
