@@ -133,11 +133,12 @@ class DiskLoads:
     def _land(self, path: str, label: str | None, flush: bool) -> str:
         """Stage a version while the engine serves, put it in service, and return its name."""
         engine, (chain, version) = self._engine, _located(path)
-        params = [meta.to_json() for meta in chain.version(version).params]
+        metas = chain.version(version).params
+        params = [meta.to_json() for meta in metas]
         connection = self._stage(chain, version, params)
 
         def land() -> None:
-            engine.handle(Load(connection=connection, version=version, handoff={"params": params}))
+            engine.handle(Load(connection=connection, version=version, params=metas, handoff={}))
             engine.finish(Finish(connection=connection, version=version), label)
 
         name = f"version {version} of {chain.store.url}"
@@ -154,16 +155,15 @@ class DiskLoads:
                 return joined[2]
         connection, shared = uuid.uuid4().hex, SharedRoot(chain.store, uuid.uuid4().hex)
         try:
+            base = engine.model if os.path.isdir(engine.model) else None
             info = {
-                **shared.invite(),
                 "transport": "delta",
-                "base": engine.model if os.path.isdir(engine.model) else None,
-                "needs_base": _needs_base(chain),
                 "params": params,
                 "connection": connection,
                 "sender": f"the client that named a version of {chain.store.url} to the engine itself",
+                "offer": {**shared.invite(), "base": base, "needs_base": _needs_base(chain)},
             }
-            engine.handle(Join.of(info))
+            engine.handle(Join.from_json(info))
         finally:
             shared.clear()
         engine.handle(Prefetch(connection=connection, version=version))

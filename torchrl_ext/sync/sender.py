@@ -19,13 +19,12 @@ from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     NotConnectedError,
-    StaleBaseError,
     TransportError,
     UpdateError,
     WeightSyncError,
+    code_of,
     why,
 )
-from torchrl_ext.base.messages import REPLACED
 from torchrl_ext.base.reports import PROOFS, Log, Logs, Phase, Spans, SyncReport, least
 from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.control.client import EngineClient, NullEngine
@@ -381,8 +380,7 @@ class WeightSender:
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:
         """Return whether engines refused the version's base and changed nothing, so that all tensors can be sent."""
-        words = str(error)
-        if REPLACED in words or isinstance(error, StaleBaseError) or StaleBaseError.__name__ in words:
+        if code_of(error):
             return True
         if source.part is None or isinstance(error, (DeadlineError, TransportError)):
             return False
@@ -420,8 +418,8 @@ class WeightSender:
         onto = {} if part is None else {"onto": part.base}
         if (params := update.params) != self._rows[0]:
             self._rows = params, [meta.to_json() for meta in params]
-        own = {"transport": self._transport.name, "version": update.version, "params": self._rows[1]}
-        info = {**own, **handoff.info, **onto}
+        own = {"version": update.version, "params": self._rows[1]}
+        info = {**own, **onto, "handoff": handoff.info}
         return lambda early: self.engine.load(info, early)
 
     def _onto(self, update: Update) -> Part | None:
@@ -467,9 +465,7 @@ class WeightSender:
         self.engine, self._refused = engine, None
         self._connection = Connection(
             engine,
-            self._transport.open,
-            transport=self._transport.name,
-            timeout_s=self._transport.timeout_s,
+            self._transport,
             compares=self._verify,
             rehearse=self._rehearse,
         )
@@ -534,6 +530,6 @@ def _client_of(transport: Transport, engine: EngineClient | str | None, rank: in
     def announce(info: Info) -> None:
         within = Deadline(transport.timeout_s, f"the workers of this {transport.name} transport")
         params = tuple(map(ParamMeta.from_json, info["params"]))
-        transport.announce(Arrival(version=info["version"], params=params, info=info), within)
+        transport.announce(Arrival(version=info["version"], params=params, info=info["handoff"]), within)
 
     return NullEngine(on_load=announce)
