@@ -51,6 +51,7 @@ __all__ = [
     "byte_view",
     "digest_of",
     "digests_of",
+    "fetched",
     "position_digest",
 ]
 
@@ -155,15 +156,24 @@ def as_digests(words: Sequence[Tensor]) -> Iterator[PositionDigest]:
     Args:
         words: int64, each of shape (k, 2), on any devices, each of which is waited for once.
     """
-    by_device = dict[torch.device, list[int]]()
-    for number, one in enumerate(words):
-        by_device.setdefault(one.device, []).append(number)
-    joined = download([torch.cat([words[number] for number in own]) for own in by_device.values()])
-    rows = dict[int, Tensor]()
-    for own, every in zip(by_device.values(), joined, strict=True):
-        rows |= zip(own, every.split([len(words[number]) for number in own]), strict=True)
-    added = chain.from_iterable(rows[number].tolist() for number in range(len(words)))
+    added = chain.from_iterable(one.tolist() for one in fetched(words))
     return (PositionDigest().plus((one, two)) for one, two in added)
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return small tensors on the host; each device is waited for once.
+
+    Args:
+        tensors: on any devices, of one dtype, and of the same sizes but for the first one.
+    """
+    by_device = dict[torch.device, list[int]]()
+    for number, one in enumerate(tensors):
+        by_device.setdefault(one.device, []).append(number)
+    joined = download([torch.cat([tensors[number] for number in own]) for own in by_device.values()])
+    found = dict[int, Tensor]()
+    for own, every in zip(by_device.values(), joined, strict=True):
+        found |= zip(own, every.split([len(tensors[number]) for number in own]), strict=True)
+    return [found[number] for number in range(len(tensors))]
 
 
 def position_digest(tensor: Tensor) -> PositionDigest:
