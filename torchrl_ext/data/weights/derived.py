@@ -1,7 +1,6 @@
 """Sources over another source: under other names (by a function, a table of regular expressions, or those of its
-checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, with some tensors replaced, or with PEFT's LoRA
-weights
-merged; and `as_source`, which picks the source of any weights."""
+checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, or with PEFT's LoRA weights merged; and `as_source`,
+which picks the source of any weights."""
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ from torchrl_ext.data.weights.source import (
     is_mapping,
     is_tensordict_module,
     model_files,
-    named_tensors,
     same_memory,
     unwrapped,
 )
@@ -71,20 +69,22 @@ class PeftSource(LiveSource):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._adapted: dict[str, Any] = {}  # names of the last listing -> the LoRA layer that adds to the tensor
-        self._wrappers()
+        for _ in _parts("", module):
+            pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        layers, saved = self._wrappers()
-        self._adapted = {}
-        for path, tensor in named_tensors(self._module):
-            kept = _kept(path, layers, saved)
-            if kept is None:
-                continue
-            layer = layers.get(kept.removesuffix(".base_layer.weight"))
-            name = kept.replace(PEFT, "").replace(".base_layer.", ".")
-            if layer is not None and _active(layer):
-                self._adapted[name] = layer
-            yield name, tensor
+        parts, self._adapted = [*_parts("", self._module)], {}
+        tensor: Tensor
+        for path, part, layer in parts:
+            for name, tensor in part.named_parameters(path, recurse=False, remove_duplicate=False):
+                name = unwrapped(name).replace(PEFT, "")
+                if layer is not None and name.endswith("weight") and _active(layer):
+                    self._adapted[name] = layer
+                yield name, tensor
+        for path, part, _ in parts:
+            for name, tensor in part.named_buffers(path, recurse=False, remove_duplicate=False):
+                if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+                    yield unwrapped(name).replace(PEFT, ""), tensor
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> Tensor:
@@ -103,32 +103,40 @@ class PeftSource(LiveSource):
     def files(self) -> Mapping[str, bytes]:
         return model_files(self._module)
 
-    def _wrappers(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return LoRA layers by path; and for each ``modules_to_save`` wrapper the child in use, by path."""
-        from peft import PeftModel
-        from peft.tuners.lora import Conv2d, Conv3d, Embedding, Linear, LoraModel
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-        layers, saved = {}, {}
-        for path, part in self._module.named_modules(remove_duplicate=False):
-            if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
-                raise _refused(path, type(part.base_model).__name__)
-            if isinstance(part, ModulesToSaveWrapper):
-                off = part.disable_adapters or not part.active_adapters
-                saved[path] = "original_module" if off else f"modules_to_save.{part.active_adapters[0]}"
-            elif isinstance(part, AuxiliaryTrainingWrapper):
-                raise _refused(path, type(part).__name__)
-            elif isinstance(part, BaseTunerLayer):
-                if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
-                    raise _refused(path, type(part).__name__)
-                for adapter in _active(part):
-                    if part.lora_bias.get(adapter):
-                        raise _refused(path, "LoRA with a bias")
-                    if adapter in part.lora_variant:
-                        raise _refused(path, type(part.lora_variant[adapter]).__name__)
-                layers[path] = part
-        return layers, saved
+def _parts(path: str, part: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the modules whose own tensors are sent: path without PEFT's parts of layers, and the LoRA layer around it.
+
+    Raises:
+        ConfigError: names an adapter that cannot be merged.
+    """
+    from peft import PeftModel
+    from peft.tuners.lora import Conv2d, Conv3d, Embedding, Linear, LoraModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    layer = None
+    if isinstance(part, ModulesToSaveWrapper):
+        off = part.disable_adapters or not part.active_adapters
+        yield from _parts(path, part.original_module if off else part.modules_to_save[part.active_adapters[0]])
+        return
+    if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
+        raise _refused(path, type(part.base_model).__name__)
+    if isinstance(part, AuxiliaryTrainingWrapper):
+        raise _refused(path, type(part).__name__)
+    if isinstance(part, BaseTunerLayer):
+        if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
+            raise _refused(path, type(part).__name__)
+        for adapter in _active(part):
+            if part.lora_bias.get(adapter):
+                raise _refused(path, "LoRA with a bias")
+            if adapter in part.lora_variant:
+                raise _refused(path, type(part.lora_variant[adapter]).__name__)
+        layer, part = part, part.base_layer
+    yield path, part, layer
+    for name, child in part._modules.items():
+        if child is not None:
+            yield from _parts(f"{path}.{name}" if path else name, child)
 
 
 def _active(layer: Any) -> list[str]:
@@ -137,19 +145,6 @@ def _active(layer: Any) -> list[str]:
         return []
     present = {*layer.lora_A.keys(), *layer.lora_embedding_A.keys()}
     return [name for name in layer.active_adapters if name in present and name not in layer.merged_adapters]
-
-
-def _kept(name: str, layers: Mapping[str, Any], saved: Mapping[str, str]) -> str | None:
-    """Return the path of a parameter without its `modules_to_save` part; None for parameters of adapters."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        path = ".".join(parts[:end])
-        rest = ".".join(parts[end:])
-        if path in layers and not rest.startswith("base_layer."):
-            return None
-        if path in saved:
-            return f"{path}.{rest.removeprefix(saved[path] + '.')}" if rest.startswith(saved[path] + ".") else None
-    return name
 
 
 def _refused(path: str, kind: str) -> ConfigError:

@@ -29,7 +29,6 @@ cancel under any keys. Whoever knows the keys makes collisions at will.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from operator import mul
 from typing import NamedTuple, final
 
@@ -156,8 +155,7 @@ def as_digests(words: Sequence[Tensor]) -> Iterator[PositionDigest]:
     Args:
         words: int64, each of shape (k, 2), on any devices, each of which is waited for once.
     """
-    added = chain.from_iterable(one.tolist() for one in fetched(words))
-    return (PositionDigest().plus((one, two)) for one, two in added)
+    return (PositionDigest(one % 2**64, two % 2**64) for rows in fetched(words) for one, two in rows.tolist())
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
