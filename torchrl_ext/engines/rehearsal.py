@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import EngineRefusedError, IntegrityError, WeightSyncError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.landing.changes import Changes

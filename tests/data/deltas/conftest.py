@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from torchrl_ext.data.deltas.host import HostKernels, TorchKernels
+from torchrl_ext.data.deltas.torch_ops import HostKernels, TorchKernels
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WAYS = {

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas import host
-from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, Piece, Places, Writes, flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas import torch_ops
+from torchrl_ext.data.deltas.bits import BITS, Piece, Places, Writes, flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas.torch_ops import HostKernels, TorchKernels, kernels_on
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -113,7 +113,7 @@ def test_words_of_a_large_transposed_piece_match_its_positions(way, stride):
 def test_words_of_runs_of_every_width_offset_and_tail(way, monkeypatch):
     """Runs begin and end anywhere in words and in rows of keys, and many are summed at once."""
     own, device = way
-    monkeypatch.setattr(host, "_CHUNK_BYTES", 4 * 8192)
+    monkeypatch.setattr(torch_ops, "_CHUNK_BYTES", 4 * 8192)
     for width in WIDTHS:
         row, generator = 8192 // width, torch.Generator().manual_seed(6)
         places = itertools.product(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import StreamPatch, find, fold
 from torchrl_ext.data.deltas.table import ParamTable, apply_patch, unit_of
 from torchrl_ext.data.weights.digests import position_digest

@@ -10,8 +10,8 @@ from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
 from torchrl_ext.data.deltas.table import SparsePatch, StepPatch, diff, units
+from torchrl_ext.data.deltas.torch_ops import HostKernels, TorchKernels, kernels_on
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.data.landing.placement import record

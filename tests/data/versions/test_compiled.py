@@ -12,7 +12,7 @@ from tests.processes import calling, python
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import codec_loops as block_loops
 from torchrl_ext.data.deltas import codec_loops as token_loops
-from torchrl_ext.data.deltas import host_loops
+from torchrl_ext.data.deltas import loops as landing_loops
 from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.versions import compiled
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.int64
 
 def loops():
     """What is compiled in this process, in all; an update that compiles adds to it."""
-    modules = block_loops, host_loops, token_loops
+    modules = block_loops, landing_loops, token_loops
     found = (value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher))
     return {(loop.__module__, loop.__name__): set(loop.signatures) for loop in found}
 

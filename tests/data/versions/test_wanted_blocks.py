@@ -6,7 +6,7 @@ import torch
 
 from tests.data.transports.chains import same
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.landing.patcher import Patcher, compare
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore

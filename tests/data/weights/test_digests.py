@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas.host import HostKernels
-from torchrl_ext.data.deltas.kernels import Piece, linear_keys
+from torchrl_ext.data.deltas.bits import Piece, linear_keys
+from torchrl_ext.data.deltas.torch_ops import HostKernels
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests, position_digest
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from torchrl_ext.base.devices import Recorded, download, recorded, settle, wait_for
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas.bits import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
 from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, StepPatch, Stream, diff, index_dtype, unit_of
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 
 __all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "decode_tensors", "differences", "find", "fold", "worker_threads"]
 
@@ -203,7 +203,7 @@ def _done(
 
 def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
     """Return what changed in a block."""
-    from torchrl_ext.data.deltas.host_loops import digest_segments, scan
+    from torchrl_ext.data.deltas.loops import digest_segments, scan
 
     segments = stream.within(block.start, block.start + block.size)
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
@@ -271,7 +271,7 @@ class StreamPatch:
 
     def apply(self, units: np.ndarray) -> None:
         """Write the patch into the units of its range: unsigned, shape (size,)."""
-        from torchrl_ext.data.deltas.host_loops import move
+        from torchrl_ext.data.deltas.loops import move
 
         values = self.values
         if self.steps:
@@ -303,7 +303,7 @@ def fold(patches: Iterable[StreamPatch]) -> list[StreamPatch]:
 
     New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
     """
-    from torchrl_ext.data.deltas.host_loops import move
+    from torchrl_ext.data.deltas.loops import move
 
     bits: StreamPatch | None = None
     steps: StreamPatch | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.kernels import BITS, flat_bits, unsigned
+from torchrl_ext.data.deltas.bits import BITS, flat_bits, unsigned
 
 __all__ = [
     "PARAMETERS",
@@ -282,7 +282,7 @@ class StepPatch(_Places):
         Args:
             old: unsigned, of the unit's width, shape (k,).
         """
-        from torchrl_ext.data.deltas.host_loops import move
+        from torchrl_ext.data.deltas.loops import move
 
         unit, values = unit_of(self.meta.dtype), np.empty_like(self.values)
         move(np.ascontiguousarray(old), self.values, unit.top, unit.mask, unit.ordered, values)

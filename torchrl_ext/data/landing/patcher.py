@@ -20,10 +20,10 @@ from torch import Tensor
 
 from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, Kernels, Landed, Piece, Places, Writes
+from torchrl_ext.data.deltas.bits import BITS, Kernels, Landed, Piece, Places, Writes
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, unit_of
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests
 from torchrl_ext.data.weights.view import View
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.weights.view import View, has_each_once
 
 __all__ = ["Landing", "Placement", "record"]

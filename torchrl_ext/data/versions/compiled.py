@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.deltas.bits import BITS
 from torchrl_ext.data.deltas.blocks import BlockEncoding, make_codec
-from torchrl_ext.data.deltas.kernels import BITS
 from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.stores.chain import Chain

@@ -16,8 +16,8 @@ from torch import Tensor
 from torchrl_ext.base.devices import pinned_memory, settle
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.blocks import BlockEncoding
-from torchrl_ext.data.deltas.kernels import flat_bits
 from torchrl_ext.data.deltas.streams import differences, find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_bytes
 from torchrl_ext.data.stores.delta_manifest import DIGEST

@@ -12,7 +12,7 @@ It sees a tensor as little-endian words of 32 bits and multiplies word ``i`` in 
 
     key(i) = K[i % 2048] * H(i // 2048)
 
-with K of 32 bits (`torchrl_ext.data.deltas.kernels.linear_keys`) and H odd: the two words of splitmix64's finaliser and
+with K of 32 bits (`torchrl_ext.data.deltas.bits.linear_keys`) and H odd: the two words of splitmix64's finaliser and
 its second mix of ``(i // 2048) * G + SEED``, each ``| 1``, where G is 2^64 / golden ratio. An element of at most 32
 bits at byte b adds ``((bits + 1) << 8 * (b % 4)) * key(b // 4)``, one of 64 bits the same for each of its halves; so
 zeros count. Of errors that do not depend on the keys it finds
@@ -38,8 +38,8 @@ from torch import Tensor
 
 from torchrl_ext.base.devices import Recorded, download, recorded, wait_for
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import Piece, flat_bits
+from torchrl_ext.data.deltas.bits import Piece, flat_bits
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.view import Block, View
 
 __all__ = [
@@ -150,7 +150,7 @@ _CACHED, _TOGETHER = 1 << 20, 32 << 20  # bytes that are digested at once, on th
 
 
 def as_digests(words: Sequence[Tensor]) -> Iterator[PositionDigest]:
-    """Return digests of rows of words, as `torchrl_ext.data.deltas.kernels.Kernels.words` returns them, in order.
+    """Return digests of rows of words, as `torchrl_ext.data.deltas.bits.Kernels.words` returns them, in order.
 
     Args:
         words: int64, each of shape (k, 2), on any devices, each of which is waited for once.

@@ -1,10 +1,11 @@
-"""Compiled loops of `torchrl_ext.data.deltas.host`; importing this imports numba."""
+"""Compiled loops of `torchrl_ext.data.deltas.torch_ops`; importing this imports numba."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import carray
 
+from torchrl_ext.data.deltas.bits import ROW, SEED
 from torchrl_ext.data.deltas.jit import (
     GOLDEN,
     changed64,
@@ -16,7 +17,6 @@ from torchrl_ext.data.deltas.jit import (
     pointer,
     unline,
 )
-from torchrl_ext.data.deltas.kernels import ROW, SEED
 
 __all__ = [
     "digest_piece",
@@ -220,7 +220,7 @@ def scan(old, new, base, firsts, keys, positions, before, after, words):
         old, new: one unsigned dtype, shape (n,).
         base: position of element 0, in the coordinates of ``firsts``.
         firsts: int64 shape (k + 1,): where each segment begins, and the last one ends.
-        keys: `torchrl_ext.data.deltas.kernels.linear_keys`.
+        keys: `torchrl_ext.data.deltas.bits.linear_keys`.
         positions: int32 or int64, before, after: as ``old``; at least ``n`` + 64 long. Lists to fill; positions count
             like ``firsts``.
         words: uint64 shape (k, 2).
@@ -256,7 +256,7 @@ def _weighed(place, bits):
 
 @njit
 def sums(ends, offsets, values, totals):
-    """Set ``totals``, int64 shape (s,), to `torchrl_ext.data.deltas.kernels.Kernels.sums`; values are unsigned."""
+    """Set ``totals``, int64 shape (s,), to `torchrl_ext.data.deltas.bits.Kernels.sums`; values are unsigned."""
     at = 0
     for run in range(ends.size):
         total = np.uint64(0)
@@ -389,7 +389,7 @@ def land(
         firsts: int64 shape (k + 1,): where each segment begins, in the coordinates of ``positions``.
         pieces: int64 shape (k + 1,): the first piece of each segment.
         addresses, lows, highs, at, dims: ``addresses``, ``offsets``, ``ends``, ``at`` and ``dims`` of
-            `torchrl_ext.data.deltas.kernels.Places`.
+            `torchrl_ext.data.deltas.bits.Places`.
         here: memory can be read; else ``values`` are the payload, and ``words`` stay.
         keys: as in `scan`.
         runs, ends: int64: filled with the pieces in which something changes, and where each one's changes end.
@@ -465,8 +465,8 @@ def digest_piece(memory, dims, offset, keys, digest):
 
     Args:
         memory: unsigned, shape (m,).
-        dims, offset: ``by_memory``, int64 shape (d, 3), and ``offset`` of `torchrl_ext.data.deltas.kernels.Piece`.
-        keys: `torchrl_ext.data.deltas.kernels.linear_keys`.
+        dims, offset: ``by_memory``, int64 shape (d, 3), and ``offset`` of `torchrl_ext.data.deltas.bits.Piece`.
+        keys: `torchrl_ext.data.deltas.bits.linear_keys`.
         digest: uint64 shape (2,).
     """
     last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1
@@ -495,7 +495,7 @@ def digest_runs(addresses, positions, sizes, like, keys, words):
         addresses, positions, sizes: int64 shape (k,): where each run lies in memory, its first element in the tensor,
             and how many elements it has.
         like: an array of the unsigned dtype of the elements.
-        keys: `torchrl_ext.data.deltas.kernels.linear_keys`.
+        keys: `torchrl_ext.data.deltas.bits.linear_keys`.
         words: uint64 shape (k, 2).
     """
     for k in range(addresses.size):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import upload
-from torchrl_ext.data.deltas.kernels import (
+from torchrl_ext.data.deltas.bits import (
     BITS,
     ROW,
     SEED,
@@ -42,7 +42,7 @@ def _signed(constant: int) -> int:
 
 _GOLDEN, _M1, _M2, _M3 = map(
     _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-)  # as in `torchrl_ext.data.deltas.host_loops`
+)  # as in `torchrl_ext.data.deltas.loops`
 
 
 def _down(words: Tensor, count: int) -> Tensor:
@@ -275,7 +275,7 @@ def _translated(
         ``runs`` and ``spans`` as in `Landed`, the position of each change in its parameter, the list, and words:
         uint64, shape (s, 2). None where no change lies in any piece.
     """
-    from torchrl_ext.data.deltas.host_loops import LANDED, land, room
+    from torchrl_ext.data.deltas.loops import LANDED, land, room
 
     pieces = places.first[segments.start : segments.stop + 1]
     own = slice(pieces[0], pieces[-1])
@@ -313,7 +313,7 @@ class HostKernels(Kernels):
     on_host: ClassVar[bool] = True
 
     def words(self, pieces: Sequence[Piece]) -> Tensor:
-        from torchrl_ext.data.deltas.host_loops import digest_piece, digest_runs
+        from torchrl_ext.data.deltas.loops import digest_piece, digest_runs
 
         words, keys = np.zeros((len(pieces), 2), np.uint64), linear_keys()
         for number, piece in enumerate(pieces):
@@ -337,7 +337,7 @@ class HostKernels(Kernels):
         payload: np.ndarray,
         ordered: bool | None,
     ) -> Landed | None:
-        from torchrl_ext.data.deltas.host_loops import write
+        from torchrl_ext.data.deltas.loops import write
 
         found = _translated(places, segments, firsts, positions, payload, ordered, here=True)
         if found is None:
@@ -348,20 +348,20 @@ class HostKernels(Kernels):
         return Landed(runs, spans, writes, torch.from_numpy(words.view(np.int64)))
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        from torchrl_ext.data.deltas.host_loops import write
+        from torchrl_ext.data.deltas.loops import write
 
         run = np.array([target.data_ptr()]), np.array([offsets.numel()])
         write(*run, offsets.numpy(), unsigned(values), np.empty(1, np.int64))
 
     def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        from torchrl_ext.data.deltas.host_loops import sums
+        from torchrl_ext.data.deltas.loops import sums
 
         found = torch.empty_like(ends)
         sums(ends.numpy(), offsets.numpy(), unsigned(values), found.numpy())
         return found
 
     def write(self, writes: Writes) -> Tensor:
-        from torchrl_ext.data.deltas.host_loops import write
+        from torchrl_ext.data.deltas.loops import write
 
         found, (addresses, ends, offsets) = torch.empty_like(writes.ends), writes[1:4]
         write(addresses.numpy(), ends.numpy(), offsets.numpy(), unsigned(writes.values), found.numpy())
