@@ -85,9 +85,9 @@ class _Tests:
 def kernels(scale):
     """The suite of the kernels with torch's operators on the device, against numpy's words for what they do."""
     from tests.data.deltas import conftest
-    from torchrl_ext.data.deltas.torch_ops import TorchKernels
+    from torchrl_ext.data.deltas import torch_ops
 
-    conftest.WAYS["torch"] = TorchKernels, str(device())
+    conftest.WAYS["torch"] = torch_ops, str(device())
     return _Tests("tests/data/deltas", "test_kernels.py", "-k", "torch and not cuda and not lag").figures()
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas import torch_ops
-from torchrl_ext.data.deltas.bits import BITS, Piece, Places, Writes, flat_bits, linear_keys, unsigned
-from torchrl_ext.data.deltas.torch_ops import HostKernels, TorchKernels, kernels_on
+from torchrl_ext.data.deltas import loops, torch_ops
+from torchrl_ext.data.deltas.bits import BITS, Piece, Places, Range, Writes, flat_bits, linear_keys, unsigned
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -164,14 +163,16 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         (found,) = landed.words.tolist()
         assert torch.equal(target.cpu(), memory) and tuple(one % 2**64 for one in found) == words, case
         assert sorted(landed.writes.offsets.tolist()) == sorted(where), case
+        assert landed.writes.sums.tolist() == [added_up(landed.writes.offsets, landed.writes.values)], case
         own.scatter(piece.memory, landed.writes.offsets, landed.writes.values)
         assert torch.equal(target.cpu(), expected), case
 
 
 def landed_by(kernels, segments, sizes, positions, payload, ordered):
     firsts = np.array([0, *itertools.accumulate(sizes)])
-    changes = positions.numpy(), unsigned(payload)
-    return kernels.land(Places(segments), slice(0, len(segments)), firsts, *changes, ordered)
+    return kernels.land(
+        Places(segments), Range(range(len(segments)), firsts, positions.numpy(), unsigned(payload), ordered)
+    )
 
 
 @pytest.mark.parametrize("ordered", (None, True), ids=("bits", "steps"))
@@ -226,37 +227,27 @@ def test_one_list_is_written_into_many_tensors(way, width, index):
     own, device = way
     generator = torch.Generator().manual_seed(3)
     memory = bits(9000, width, generator)
-    expected, live, runs = memory.clone(), memory.to(device), []
+    expected, live, lists = memory.clone(), memory.to(device), []
     for first, size in ((0, 5000), (5001, 1), (5002, 0), (6000, 3000)):  # of one storage, with gaps between them
         offsets = torch.arange(size)[torch.rand(size, generator=generator) < 0.9]
         values = bits(offsets.numel(), width, generator)
         expected[first + offsets] = values
-        target = live[first : first + size]
-        runs.append((target, offsets.to(index).to(device), values.to(device)))
-    writes = listed(runs)
-    sums = own.sums(*writes[2:]).tolist()
-    assert sums == [added_up(offsets, values) for _, offsets, values in runs]
-    assert own.write(writes).tolist() == sums
+        lists.append(listed(live[first : first + size], offsets.to(index).to(device), values.to(device)))
+    writes = Writes.joined(lists)
+    assert torch.equal(own.write(writes).cpu(), writes.sums)
     assert torch.equal(live.cpu(), expected)
     twice = torch.zeros(2, dtype=index, device=device), live.new_tensor([1, 2])  # one element cannot hold both
-    writes = listed([*runs, (live[5000:5001], *twice)])
-    assert own.write(writes).tolist()[:-1] == sums
-    assert own.write(writes).tolist()[-1] != own.sums(*writes[2:]).tolist()[-1]
+    writes = Writes.joined([*lists, listed(live[5000:5001], *twice)])
+    assert (own.write(writes).cpu() == writes.sums).tolist() == [True] * 4 + [False]
 
 
-def listed(runs):
-    targets, offsets, values = zip(*runs, strict=True)
-    return Writes(
-        targets=targets,
-        addresses=torch.tensor([target.data_ptr() for target in targets]),
-        ends=torch.tensor([one.numel() for one in values]).cumsum(0),
-        offsets=torch.cat(offsets),
-        values=torch.cat(values),
-    )
+def listed(target, offsets, values):
+    place, end = torch.tensor([target.data_ptr()]), torch.tensor([values.numel()])
+    return Writes((target,), place, end, offsets, values, torch.tensor([added_up(offsets, values)]))
 
 
 def added_up(offsets, values):
-    """The formula of `Kernels.sums`, by Python's integers."""
+    """The formula of `Writes.sums`, by Python's integers."""
     total, every = 0, (1 << 8 * values.element_size()) - 1
     for place, value in zip(offsets.tolist(), values.tolist(), strict=True):
         key, value = (place + 1) * 0x9E3779B97F4A7C15 % 2**64, value & every
@@ -265,5 +256,5 @@ def added_up(offsets, values):
 
 
 def test_what_works_is_chosen_by_the_device():
-    assert isinstance(kernels_on(torch.device("cpu")), HostKernels)
-    assert isinstance(kernels_on(torch.device("meta")), TorchKernels)
+    assert torch_ops.kernels_on(torch.device("cpu")) is loops
+    assert torch_ops.kernels_on(torch.device("meta")) is torch_ops

@@ -1,24 +1,21 @@
-"""Loops over the bits of tensors: what every implementation offers.
+"""Bits of tensors: their dtypes, where copies of a checkpoint tensor lie in memory, and what loops over them offer.
 
-An implementation lands changes and keeps digests. Tensors come as *bits*: integers of their elements' width (uint8,
-int16, int32, int64), so that NaN payloads and -0.0 count. All implementations return the same, bit for bit;
-`tests/data/deltas/test_kernels.py` runs one suite over them.
+Tensors come as *bits*: integers of their elements' width (uint8, int16, int32, int64), so that NaN payloads and -0.0
+count. Two modules have the loops, `torchrl_ext.data.deltas.loops` for the host and `torchrl_ext.data.deltas.torch_ops`
+for any device, and return the same, bit for bit; `tests/data/deltas/test_kernels.py` runs one suite over both.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import ClassVar, Final, NamedTuple, final
+from typing import Final, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from torchrl_ext.base.errors import ConfigError
 
 __all__ = [
     "BITS",
@@ -29,6 +26,7 @@ __all__ = [
     "Landed",
     "Piece",
     "Places",
+    "Range",
     "Writes",
     "flat_bits",
     "linear_keys",
@@ -39,10 +37,6 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the dtype of its bits."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes of an element -> the dtype of its bits on the host, where codecs and loops compute with them."""
-
-_INNERMOST = 16
-"""Elements from which on a loop along memory is faster than one across it: 0.90 against 1.07 ns per element at 16 and
-0.18 against 6.5 at 4096, but 6.4 against 1.0 at 2 (AMD EPYC with AVX-512, bf16, one thread)."""
 
 SEED: Final = int.from_bytes(b"linear64", "little")
 """Where the keys of digests begin."""
@@ -81,11 +75,6 @@ def unsigned(bits: Tensor) -> np.ndarray:
     return bits.numpy().view(UNSIGNED[bits.element_size()])
 
 
-@functools.lru_cache(maxsize=1024)  # one of each size, since Python's collector looks at every tuple
-def _run_of(size: int) -> tuple[tuple[int, int, int], ...]:
-    return () if size == 1 else ((size, 1, 1),)
-
-
 @final
 class Piece:
     """One copy that a loader makes: a strided view of a checkpoint tensor, and the live memory where it lies.
@@ -95,60 +84,39 @@ class Piece:
     Args:
         destination: strided view of live memory, of any dtype of 1, 2, 4 or 8 bytes.
         offset: position of the view's first element in the flat checkpoint tensor.
-        strides: of the view in the flat checkpoint tensor, one per dimension of ``destination``; none is 0 where there
-            are several elements, as an element with several places cannot be written by its position.
-
-    Raises:
-        ConfigError: the view has an element several times.
+        strides: of the view in the flat checkpoint tensor, one per dimension of ``destination``; the view has no
+            element twice, as one with several places cannot be written by its position.
 
     Attributes:
         memory: bits from the first to the last element of ``destination``, 1-D; those between belong to others.
         dims: ``(size, stride, to)`` with falling strides in the checkpoint tensor; ``to`` is the stride in ``memory``.
-            Dimensions that run on from one to the next count as one.
-        by_memory: the same for sums, which are taken in any order: with falling strides in ``memory``, after dimensions
-            that are too short for an innermost loop.
+            Dimensions that run on from one to the next count as one. Empty where the piece is straight: position and
+            place in ``memory`` differ by ``offset`` alone.
         end: position after the last element's in the flat checkpoint tensor; ``offset`` where there is none.
-        straight: position and place in ``memory`` differ by ``offset`` alone.
-        dense: every position from ``offset`` to ``end`` lies in the view.
     """
 
-    __slots__ = ("by_memory", "dense", "destination", "dims", "end", "memory", "offset", "straight", "strides")
+    __slots__ = ("destination", "dims", "end", "memory", "offset", "strides")
 
     def __init__(self, *, destination: Tensor, offset: int, strides: tuple[int, ...]) -> None:
         self.destination = destination.detach() if destination.requires_grad else destination
         self.offset, self.strides = offset, tuple(strides)
-        self.dims: tuple[tuple[int, int, int], ...]
+        self.dims: tuple[tuple[int, int, int], ...] = ()
         if self.strides == destination.stride() and destination.is_contiguous():  # of very many, most are
             self.memory = self.destination.view(-1).view(BITS[destination.element_size()])
-            self.end, self.dense, self.straight = offset + self.memory.numel(), True, True
-            self.dims = self.by_memory = _run_of(self.memory.numel())
+            self.end = offset + self.memory.numel()
             return
-        rows = sorted(
-            zip(destination.shape, strides, destination.stride(), strict=True), key=itemgetter(1), reverse=True
-        )
         dims: list[tuple[int, int, int]] = []
-        self.end, reach, self.dense, run = offset + 1, 1, True, 1
-        for size, stride, to in rows:
-            if size > 1 and not stride:
-                raise ConfigError(
-                    f"a view of sizes {list(destination.shape)} and strides {list(strides)} has some elements "
-                    "several times",
-                    expected="a view that has each element of the checkpoint tensor once",
-                    state="nothing was changed",
-                    hint="load such tensors whole",
-                )
-            self.end, reach = self.end + (size - 1) * stride, reach + (size - 1) * to
+        rows = zip(destination.shape, strides, destination.stride(), strict=True)
+        for size, stride, to in sorted(rows, key=itemgetter(1), reverse=True):
             if dims and dims[-1][1:] == (size * stride, size * to):
                 dims[-1] = (dims[-1][0] * size, stride, to)
             elif size != 1:
                 dims.append((size, stride, to))
-        for size, stride, _ in reversed(dims):
-            self.dense, run = self.dense and stride == run, run * size
-        if not destination.numel():
-            self.end, reach = offset, 0
-        self.dims = tuple(dims)
-        self.by_memory = tuple(sorted(dims, key=lambda dim: (dim[0] >= _INNERMOST, -dim[2])))
-        self.straight = not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
+        some = int(destination.numel() > 0)
+        self.end = offset + some * (1 + sum((size - 1) * stride for size, stride, _ in dims))
+        reach = some * (1 + sum((size - 1) * to for size, _, to in dims))
+        if some and [dim[1:] for dim in dims] not in ([], [(1, 1)]):
+            self.dims = tuple(dims)
         flat = self.destination.as_strided((reach,), (1,), destination.storage_offset())
         self.memory = flat.view(BITS[flat.element_size()])
 
@@ -163,34 +131,55 @@ class Places:
     Attributes:
         pieces: of all segments, one after the other.
         first: int64, shape (segments + 1,): the number of the first piece of each segment, and of all pieces.
-        addresses, offsets, ends, reach: int64, shape (pieces,): of their memory; as in `Piece`; and the larger of
-            ``end`` and the elements of the memory.
-        at: int64, shape (pieces + 1,): where the dimensions of each piece begin; a straight one has none.
-        dims: int64, shape (dimensions, 3): as in `Piece`.
+        tables: int64: ``addresses``, ``offsets``, ``ends``, ``reach``, shape (pieces,): of their memory; as in
+            `Piece`; and the larger of ``end`` and the elements of the memory; ``at``, shape (pieces + 1,): where the
+            dimensions of each piece begin; ``dims``, shape (dimensions, 3): as in `Piece`.
     """
 
     def __init__(self, segments: Iterable[Sequence[Piece]]) -> None:
         own = [*map(tuple, segments)]
         self.pieces = [*chain.from_iterable(own)]
-        dims = [() if piece.straight else piece.dims for piece in self.pieces]
-        self.first, self.at = (np.array([0, *accumulate(map(len, one))], np.int64) for one in (own, dims))
-        self.dims = np.array([*chain.from_iterable(dims)], np.int64).reshape(-1, 3)
         rows = [
             (piece.memory.data_ptr(), piece.offset, piece.end, max(piece.end, piece.memory.numel()))
             for piece in self.pieces
         ]
-        self.addresses, self.offsets, self.ends, self.reach = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+        dims = [piece.dims for piece in self.pieces]
+        self.first, at = (np.array([0, *accumulate(map(len, one))], np.int64) for one in (own, dims))
+        flat = np.array([*chain.from_iterable(dims)], np.int64).reshape(-1, 3)
+        self.tables = (*np.array(rows, np.int64).reshape(-1, 4).T.copy(), at, flat)
+
+
+class Range(NamedTuple):
+    """Changes in a range of a stream.
+
+    Attributes:
+        segments: the numbers, in `Places`, of those that meet the range.
+        firsts: int64, shape (segments + 1,): where each of these begins, in the coordinates of ``positions``.
+        positions: int32 or int64, shape (k,), increasing, each once.
+        payload: unsigned, of the width of the memory, shape (k,): new bits, or steps.
+        ordered: None: ``payload`` is new bits. Else it is steps modulo 2^width on the line of integers (False) or of a
+            sign-magnitude format (True).
+    """
+
+    segments: range
+    firsts: np.ndarray
+    positions: np.ndarray
+    payload: np.ndarray
+    ordered: bool | None
 
 
 class Writes(NamedTuple):
-    """Values for several tensors of one width on one device, as one list.
+    """Values for several tensors of one width on one device, as one list of a run for each.
 
     Attributes:
-        targets: bits, 1-D: the tensor of each run of the list.
+        targets: bits, 1-D: the tensor of each run.
         addresses: int64, shape (s,), on the host: where each target begins.
         ends: int64, shape (s,), on the host: where each run ends in the next two.
         offsets: int32 or int64, shape (k,): elements from the first one of the run's target.
         values: bits, shape (k,): what is to stand there.
+        sums: int64, shape (s,), on the device: what the values of each run add up to. A value ``v`` at offset ``o``
+            counts as ``((v ^ v >> 32) + 1) * (key ^ key >> 32 | 1)``, modulo 2^64, with ``key = (o + 1) * GOLDEN``. So
+            one other value always shows, as factors are odd; several cancel as words that behave as random do.
     """
 
     targets: tuple[Tensor, ...]
@@ -198,107 +187,57 @@ class Writes(NamedTuple):
     ends: Tensor
     offsets: Tensor
     values: Tensor
-
-    def run(self, number: int) -> Writes:
-        """Return a copy of one run."""
-        end = int(self.ends[number])
-        own = slice(int(self.ends[number - 1]) if number else 0, end)
-        return Writes(
-            targets=self.targets[number : number + 1],
-            addresses=self.addresses[number : number + 1],
-            ends=torch.tensor([end - own.start]),
-            offsets=self.offsets[own].clone(),
-            values=self.values[own].clone(),
-        )
+    sums: Tensor
 
     @classmethod
     def joined(cls, lists: Sequence[Writes]) -> Writes:
-        """Return at least one list, of one width on one device, as one."""
+        """Return at least one list, of one width and device and one dtype of offsets, as one."""
         if len(lists) == 1:
             return lists[0]
-        targets, addresses, ends, offsets, values = zip(*lists, strict=True)
-        starts = accumulate(map(Tensor.numel, values), initial=0)
-        return cls(
-            targets=tuple(chain.from_iterable(targets)),
-            addresses=torch.cat(addresses),
-            ends=torch.cat([own + start for own, start in zip(ends, starts, strict=False)]),
-            offsets=torch.cat(offsets),
-            values=torch.cat(values),
-        )
+        targets, addresses, ends, *rest = zip(*lists, strict=True)
+        starts = accumulate((one.values.numel() for one in lists), initial=0)
+        shifted = torch.cat([own + start for own, start in zip(ends, starts, strict=False)])
+        return cls(tuple(chain.from_iterable(targets)), torch.cat(addresses), shifted, *map(torch.cat, rest))
 
 
 class Landed(NamedTuple):
     """Changes in a range of a stream, translated for the pieces in which they lie: a run for each.
 
     Attributes:
-        runs: int64, shape (s,): the number of each run's piece in `Places`.
-        spans: int64, shape (s, 2): the first and the last offset of each run.
+        runs: the number of each run's piece in `Places`.
         writes: what is to be written.
         words: int64, shape (s, 2), on the device: what each run adds to the digest of its tensor.
     """
 
-    runs: np.ndarray
-    spans: np.ndarray
+    runs: list[int]
     writes: Writes
     words: Tensor
 
 
-class Kernels(ABC):
+class Kernels(Protocol):
     """Loops over the bits of tensors on one kind of device, safe to use from several threads.
 
-    What a method returns on an accelerator may not be done yet: it is queued on this thread's stream, and the host does
-    not wait for it. *Words* are what elements add to a digest: two numbers modulo 2^64
+    What they return on an accelerator may not be done yet: it is queued on this thread's stream, and the host does not
+    wait for it. *Words* are what elements add to a digest: two numbers modulo 2^64
     (`torchrl_ext.data.weights.digests` has the formulas).
     """
 
-    on_host: ClassVar[bool] = False
-    """Whether tensors lie where loops on the host can read them."""
+    @property
+    def on_host(self) -> bool:
+        """Whether tensors lie where loops on the host can read them."""
 
-    @abstractmethod
     def words(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the words of the elements of each piece, all of one width: int64, shape (pieces, 2), on the device."""
 
-    @abstractmethod
-    def land(
-        self,
-        places: Places,
-        segments: slice,
-        firsts: np.ndarray,
-        positions: np.ndarray,
-        payload: np.ndarray,
-        ordered: bool | None,
-    ) -> Landed | None:
-        """Translate changes in a range of a stream, and resolve steps against what memory holds now. Writes nothing.
-
-        Args:
-            places: where the stream's segments lie.
-            segments: the numbers of those that meet the range.
-            firsts: int64, shape (segments + 1,): where each of these begins, in the coordinates of ``positions``.
-            positions: int32 or int64, shape (k,), increasing, each once.
-            payload: unsigned, of the width of the memory, shape (k,): new bits, or steps.
-            ordered: None: ``payload`` is new bits. Else it is steps modulo 2^width on the line of integers (False) or
-                of a sign-magnitude format (True).
+    def land(self, places: Places, changes: Range) -> Landed | None:
+        """Translate changes, and resolve steps against what memory holds now. Writes nothing.
 
         Returns:
             None where no change lies in any piece.
         """
 
-    @abstractmethod
+    def write(self, writes: Writes) -> Tensor:
+        """Write a list, no two of whose elements are the same memory; return the ``sums`` of what stands there then."""
+
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         """Write ``target[offsets] = values``; offsets lie in the target and differ."""
-
-    @abstractmethod
-    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        """Return what the values of each run of a list add up to: int64, shape (s,), on the device.
-
-        A value ``v`` at offset ``o`` counts as ``((v ^ v >> 32) + 1) * (key ^ key >> 32 | 1)``, modulo 2^64, with
-        ``key = (o + 1) * GOLDEN``. So one other value always shows, as factors are odd; several cancel as words that
-        behave as random do.
-
-        Args:
-            ends, offsets, values: as in `Writes`.
-        """
-
-    @abstractmethod
-    def write(self, writes: Writes) -> Tensor:
-        """Write a list, and return the `sums` of what stands there then; no two of its elements are the same memory."""

@@ -1,34 +1,27 @@
-"""Kernels for the host, loops compiled by numba; for any device, by torch's operators; and which work where."""
+"""Loops over bits by torch's operators, on any device; and which loops work where.
+
+The functions without an underscore are `torchrl_ext.data.deltas.bits.Kernels`.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import ClassVar, final
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import upload
-from torchrl_ext.data.deltas.bits import (
-    BITS,
-    ROW,
-    SEED,
-    UNSIGNED,
-    Kernels,
-    Landed,
-    Piece,
-    Places,
-    Writes,
-    linear_keys,
-    unsigned,
-)
-from torchrl_ext.data.deltas.table import index_dtype
+from torchrl_ext.data.deltas.bits import ROW, SEED, Kernels, Landed, Piece, Places, Range, Writes, linear_keys
+from torchrl_ext.data.weights.view import View
 
-__all__ = ["HostKernels", "TorchKernels", "kernels_on"]
+__all__ = ["kernels_on", "land", "on_host", "scatter", "words", "write"]
+
+on_host = False
 
 _AT_ONCE = 1 << 20  # elements whose words are held at a time, 8 bytes each in a dozen temporaries
 _ROW_BYTES = 4 * ROW
@@ -99,65 +92,65 @@ def _by_run(terms: Tensor, ends: Tensor) -> Tensor:
     return upto.index_select(0, upload(ends, terms.device)).diff(dim=0, prepend=upto[:1])
 
 
-@final
-class TorchKernels(Kernels):
-    """Kernels made of torch's operators, for any device."""
+def words(pieces: Sequence[Piece]) -> Tensor:
+    """As `torchrl_ext.data.deltas.bits.Kernels`."""
+    straight = [*map(_straightened, pieces)]
+    runs = [piece for piece in straight if not piece.dims]
+    found = _words_of_runs(runs) if runs else None
+    if found is not None and len(runs) == len(pieces):
+        return found
+    own = iter(() if found is None else found)
+    return torch.stack([_words_of_view(piece) if piece.dims else next(own) for piece in straight])
 
-    def words(self, pieces: Sequence[Piece]) -> Tensor:
-        straight = [*map(_straightened, pieces)]
-        runs = [piece for piece in straight if piece.straight]
-        found = [_words_of_runs(runs)] if runs else []
-        if len(runs) == len(pieces):
-            return found[0]
-        own = chain.from_iterable(found)
-        return torch.stack([next(own) if piece.straight else _words_of_view(piece) for piece in straight])
 
-    def land(
-        self,
-        places: Places,
-        segments: slice,
-        firsts: np.ndarray,
-        positions: np.ndarray,
-        payload: np.ndarray,
-        ordered: bool | None,
-    ) -> Landed | None:
-        found = _translated(places, segments, firsts, positions, payload, ordered, here=False)
-        if found is None:
-            return None
-        runs, spans, where, writes, _ = found
-        device = writes.targets[0].device
-        offsets, values = upload(writes.offsets, device), upload(writes.values, device)
-        sizes = writes.ends.diff(prepend=writes.ends.new_zeros(1)).tolist()
-        parts = zip(writes.targets, offsets.split(sizes), strict=True)
-        before = torch.cat([target.index_select(0, own) for target, own in parts])
-        values = values if ordered is None else _moved(before, values, ordered)
-        terms, width = [], values.element_size()
-        for own, old, new in zip(
-            *(one.split(_AT_ONCE) for one in (upload(where, device), before, values)), strict=True
-        ):
-            (low, high), (more, upper) = _halves(old), _halves(new)
-            terms.append(_terms(own.to(torch.int64), width, more - low, upper - high))
-        words = _by_run(torch.cat(terms), writes.ends)
-        return Landed(runs, spans, writes._replace(offsets=offsets, values=values), words)
+def land(places: Places, changes: Range) -> Landed | None:
+    """As `torchrl_ext.data.deltas.bits.Kernels`."""
+    from torchrl_ext.data.deltas.loops import translate
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        target.index_copy_(0, offsets.to(torch.int64), values)  # it takes no other; those of `land` are
+    found = translate(places, changes, here=False)
+    if found is None:
+        return None
+    (runs, writes, _), where = found
+    targets = tuple(places.pieces[run].memory for run in runs)
+    device, width = targets[0].device, writes.values.element_size()
+    offsets, values = upload(writes.offsets, device), upload(writes.values, device)
+    sizes = writes.ends.diff(prepend=writes.ends.new_zeros(1)).tolist()
+    parts = zip(targets, offsets.split(sizes), strict=True)
+    before = torch.cat([target.index_select(0, own) for target, own in parts])
+    if changes.ordered is not None:
+        values = _moved(before, values, changes.ordered)
+    terms = []
+    for own, old, new in zip(*(one.split(_AT_ONCE) for one in (upload(where, device), before, values)), strict=True):
+        (low, high), (more, upper) = _halves(old), _halves(new)
+        terms.append(_terms(own.to(torch.int64), width, more - low, upper - high))
+    sums = _sums(writes.ends, offsets, values)
+    writes = writes._replace(targets=targets, offsets=offsets, values=values, sums=sums)
+    return Landed(runs, writes, _by_run(torch.cat(terms), writes.ends))
 
-    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
-        return _by_run(((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1), ends)
 
-    def write(self, writes: Writes) -> Tensor:
-        found = []
-        for target, (at, end) in zip(writes.targets, itertools.pairwise([0, *writes.ends.tolist()]), strict=True):
-            self.scatter(target, writes.offsets[at:end], writes.values[at:end])
-            found.append(target.index_select(0, writes.offsets[at:end]))
-        return self.sums(writes.ends, writes.offsets, torch.cat(found))
+def scatter(target: Tensor, offsets: Tensor, values: Tensor) -> None:
+    """As `torchrl_ext.data.deltas.bits.Kernels`."""
+    target.index_copy_(0, offsets.to(torch.int64), values)  # it takes no other; those of `land` are
+
+
+def write(writes: Writes) -> Tensor:
+    """As `torchrl_ext.data.deltas.bits.Kernels`."""
+    found = []
+    for target, (at, end) in zip(writes.targets, itertools.pairwise([0, *writes.ends.tolist()]), strict=True):
+        scatter(target, writes.offsets[at:end], writes.values[at:end])
+        found.append(target.index_select(0, writes.offsets[at:end]))
+    return _sums(writes.ends, writes.offsets, torch.cat(found))
+
+
+def _sums(ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+    """Return ``sums`` of a list; arguments as in `Writes`."""
+    keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
+    return _by_run(((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1), ends)
 
 
 def _straightened(piece: Piece) -> Piece:
     """Return a piece as it is, or a straight copy of one that has every position of a range in some other order."""
-    if piece.straight or not piece.dense:
+    if not piece.dims or piece.end - piece.offset > piece.destination.numel():
         return piece
     sizes, _, to = zip(*piece.dims, strict=True)
     return Piece(destination=piece.memory.as_strided(sizes, to).reshape(-1), offset=piece.offset, strides=(1,))
@@ -165,18 +158,13 @@ def _straightened(piece: Piece) -> Piece:
 
 def _words_of_view(piece: Piece) -> Tensor:
     """Return the words of any piece, element by element."""
-    device, count, width = piece.memory.device, piece.destination.numel(), piece.memory.element_size()
+    device, count, (sizes, strides, to) = piece.memory.device, piece.destination.numel(), zip(*piece.dims, strict=True)
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for at in range(0, count, _AT_ONCE):
-        rest = torch.arange(at, min(at + _AT_ONCE, count), device=device)
-        positions, offsets = torch.full_like(rest, piece.offset), torch.zeros_like(rest)
-        for size, stride, to in reversed(piece.by_memory):
-            coordinate = rest % size
-            positions += coordinate * stride
-            offsets += coordinate * to
-            rest = torch.div(rest, size, rounding_mode="floor")
-        low, high = _halves(piece.memory.index_select(0, offsets))
-        total += _terms(positions, width, low + 1, high + 1).sum(0)
+        index = torch.arange(at, min(at + _AT_ONCE, count), device=device)
+        low, high = _halves(piece.memory.index_select(0, View(sizes, to).positions(index)))
+        positions = View(sizes, strides, piece.offset).positions(index)
+        total += _terms(positions, piece.memory.element_size(), low + 1, high + 1).sum(0)
     return total
 
 
@@ -219,20 +207,18 @@ def _rows(pieces: Sequence[Piece], width: int, device: torch.device) -> Iterator
     zeros = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=device)
     parts, filled = list[Tensor](), 0
     for piece in pieces:
-        flat, at = piece.memory.view(torch.uint8), 0
-        if lead := piece.offset * width % _ROW_BYTES if flat.numel() else 0:
-            parts.append(zeros[:lead])
-            filled += lead
-        while at < flat.numel():
-            end = min(flat.numel(), at + _CHUNK_BYTES - filled)
-            parts.append(flat[at:end])
-            filled, at = filled + end - at, end
-            if at == flat.numel() and (rest := -filled % _ROW_BYTES):
-                parts.append(zeros[:rest])
-                filled += rest
-            if filled == _CHUNK_BYTES:
-                yield _flipped(parts)
-                parts, filled = [], 0
+        flat = piece.memory.view(torch.uint8)
+        if not flat.numel():
+            continue
+        lead = piece.offset * width % _ROW_BYTES
+        for own in (zeros[:lead], flat, zeros[: -(lead + flat.numel()) % _ROW_BYTES]):
+            while own.numel():
+                part, own = own.tensor_split([_CHUNK_BYTES - filled])
+                parts.append(part)
+                filled += part.numel()
+                if filled == _CHUNK_BYTES:
+                    yield _flipped(parts)
+                    parts, filled = [], 0
     if parts:
         yield _flipped(parts)
 
@@ -256,121 +242,10 @@ def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
     return torch.where((place & top) != 0, place ^ top, place ^ mask).to(before.dtype)
 
 
-def _translated(
-    places: Places,
-    segments: slice,
-    firsts: np.ndarray,
-    positions: np.ndarray,
-    payload: np.ndarray,
-    ordered: bool | None,
-    *,
-    here: bool,
-) -> tuple[np.ndarray, np.ndarray, Tensor, Writes, np.ndarray] | None:
-    """Translate changes on the host, as `Kernels.land` says.
-
-    Args:
-        here: memory can be read: resolve steps, and take words.
-
-    Returns:
-        ``runs`` and ``spans`` as in `Landed`, the position of each change in its parameter, the list, and words:
-        uint64, shape (s, 2). None where no change lies in any piece.
-    """
-    from torchrl_ext.data.deltas.loops import LANDED, land, room
-
-    pieces = places.first[segments.start : segments.stop + 1]
-    own = slice(pieces[0], pieces[-1])
-    bounds = places.offsets, places.ends
-    size = room(positions, firsts, pieces, *bounds)
-    if not size:
-        return None
-    index = index_dtype(int(places.reach[own].max()))
-    runs, ends = np.empty((2, pieces[-1] - pieces[0]), np.int64)
-    where, offsets = np.empty(LANDED if here else size, index), np.empty(size, index)
-    values, words = np.empty(size, payload.dtype), np.zeros((runs.size, 2), np.uint64)
-    tables = pieces, places.addresses, *bounds, places.at, places.dims
-    how = here, ordered is not None, bool(ordered), linear_keys()
-    found, count = land(positions, payload, firsts, *tables, *how, runs, ends, where, offsets, values, words)
-    if not found:
-        return None
-    if found < size:  # the memory that waits for a pause is as long as what will be written in it
-        where, offsets, values = where[:found], offsets[:found].copy(), values[:found].copy()
-    runs, ends = runs[:count], ends[:count]
-    writes = Writes(
-        targets=() if here else tuple(places.pieces[run].memory for run in runs.tolist()),
-        addresses=torch.from_numpy(places.addresses[runs]),
-        ends=torch.from_numpy(ends),
-        offsets=torch.from_numpy(offsets),
-        values=torch.from_numpy(values).view(BITS[values.itemsize]),
-    )
-    spans = np.stack([offsets[ends - np.diff(ends, prepend=0)], offsets[ends - 1]], 1).astype(np.int64)
-    return runs, spans, torch.from_numpy(where), writes, words[:count]
-
-
-@final
-class HostKernels(Kernels):
-    """Kernels made of numba's loops, each in one thread; a caller cuts its work for several."""
-
-    on_host: ClassVar[bool] = True
-
-    def words(self, pieces: Sequence[Piece]) -> Tensor:
-        from torchrl_ext.data.deltas.loops import digest_piece, digest_runs
-
-        words, keys = np.zeros((len(pieces), 2), np.uint64), linear_keys()
-        for number, piece in enumerate(pieces):
-            if not piece.straight and piece.memory.numel():
-                dims = np.array(piece.by_memory, np.int64).reshape(-1, 3)
-                digest_piece(unsigned(piece.memory), dims, piece.offset, keys, words[number])
-        if pieces:
-            addresses = np.array([piece.memory.data_ptr() for piece in pieces])
-            offsets = np.array([piece.offset for piece in pieces])
-            sizes = np.array([piece.end - piece.offset if piece.straight else 0 for piece in pieces])
-            like = np.empty(0, UNSIGNED[pieces[0].memory.element_size()])
-            digest_runs(addresses, offsets, sizes, like, keys, words)
-        return torch.from_numpy(words.view(np.int64))
-
-    def land(
-        self,
-        places: Places,
-        segments: slice,
-        firsts: np.ndarray,
-        positions: np.ndarray,
-        payload: np.ndarray,
-        ordered: bool | None,
-    ) -> Landed | None:
-        from torchrl_ext.data.deltas.loops import write
-
-        found = _translated(places, segments, firsts, positions, payload, ordered, here=True)
-        if found is None:
-            return None
-        runs, spans, _, writes, words = found
-        none = np.empty(0, np.int64)
-        write(none, none, writes.offsets[:0].numpy(), unsigned(writes.values[:0]), none)  # compiled before a pause
-        return Landed(runs, spans, writes, torch.from_numpy(words.view(np.int64)))
-
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        from torchrl_ext.data.deltas.loops import write
-
-        run = np.array([target.data_ptr()]), np.array([offsets.numel()])
-        write(*run, offsets.numpy(), unsigned(values), np.empty(1, np.int64))
-
-    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        from torchrl_ext.data.deltas.loops import sums
-
-        found = torch.empty_like(ends)
-        sums(ends.numpy(), offsets.numpy(), unsigned(values), found.numpy())
-        return found
-
-    def write(self, writes: Writes) -> Tensor:
-        from torchrl_ext.data.deltas.loops import write
-
-        found, (addresses, ends, offsets) = torch.empty_like(writes.ends), writes[1:4]
-        write(addresses.numpy(), ends.numpy(), offsets.numpy(), unsigned(writes.values), found.numpy())
-        return found
-
-
-@functools.cache
 def kernels_on(device: torch.device) -> Kernels:
-    """Return the kernels for tensors on ``device``: numba's loops on the host, else torch's operators."""
-    if device.type == "cpu":
-        return HostKernels()
-    return TorchKernels()
+    """Return the loops for tensors on ``device``: numba's on the host, else torch's operators."""
+    if device.type != "cpu":
+        return cast(Kernels, sys.modules[__name__])
+    from torchrl_ext.data.deltas import loops
+
+    return loops

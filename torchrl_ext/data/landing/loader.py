@@ -18,7 +18,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.patcher import Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import PositionDigest, digests_of
+from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
 from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
 from torchrl_ext.data.weights.source import (
@@ -240,9 +240,7 @@ class TensorsLoader(WeightLoader, Patchable):
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
         self._patcher: Patcher | None = None  # this and the next are kept from the first `stage` on
         self._spelling: Spelling | None = None
-        self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
-        self._live: list[int] = []  # and of every tensor then
-        self._read: tuple[list[int], dict[str, PositionDigest]] = [], {}  # the same at the last `digests`, and these
+        self._live: list[int] = []  # addresses of every tensor at the last one
         self._whole: dict[str, Tensor] = {}
 
     @property
@@ -300,7 +298,6 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def invalidate(self) -> None:
         self._patcher = self._spelling = None  # what they hold of the model's memory could not be given back
-        self._read = [], {}
 
     def patchable(self, name: str) -> bool:
         return name not in self._copied
@@ -340,19 +337,14 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def _patches(self) -> Patcher:
         """Return a patcher of the parameters, looked up anew since training code may have replaced them."""
-        spelled, sent = self._spelled(), self._sent
-        self._live = _addresses(self._own())
-        if self._patcher is not None and self._spelling is spelled:
-            return self._patcher
-        self._spelling = spelled
-        once = self._target.sent() if sent is None else {}
-        wanted, memory = {}, {}
-        for name, tensor in spelled.places.items():
-            if spelled.source_of[name] in once if sent is None else name in sent:
-                wanted[name], memory[name] = tensor, tensor.data_ptr()
-        if self._patcher is None or self._patched != memory:
-            known = self._read[1] if self._patcher is None and self._read[0] == self._live else {}
-            self._patcher, self._patched = Patcher(identity(wanted), held=known), memory
+        spelled, self._live = self._spelled(), _addresses(self._own())
+        if self._patcher is None or self._spelling is not spelled:
+            sent = self._sent
+            if sent is None:
+                once = self._target.sent()
+                sent = frozenset(name for name, own in spelled.source_of.items() if own in once)
+            self._patcher = Patcher(identity({name: one for name, one in spelled.places.items() if name in sent}))
+            self._spelling = spelled
         return self._patcher
 
     def digests(self) -> dict[str, str]:
@@ -361,7 +353,6 @@ class TensorsLoader(WeightLoader, Patchable):
         first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
         read = ((name, full(named[name])) for name in firsts.values())
         found = digests_of(chain(read, spelled.assembled(self._named)))
-        self._read = _addresses(self._own()), found
         return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
