@@ -162,17 +162,16 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         case = (name, width)
         (found,) = landed.words.tolist()
         assert torch.equal(target.cpu(), memory) and tuple(one % 2**64 for one in found) == words, case
-        assert sorted(landed.writes.offsets.tolist()) == sorted(where), case
-        assert landed.writes.sums.tolist() == [added_up(landed.writes.offsets, landed.writes.values)], case
-        own.scatter(piece.memory, landed.writes.offsets, landed.writes.values)
+        assert sorted(landed.offsets.tolist()) == sorted(where), case
+        assert landed.sums.tolist() == [added_up(landed.offsets, landed.values)], case
+        own.scatter(piece.memory, landed.offsets, landed.values)
         assert torch.equal(target.cpu(), expected), case
 
 
 def landed_by(kernels, segments, sizes, positions, payload, ordered):
     firsts = np.array([0, *itertools.accumulate(sizes)])
-    return kernels.land(
-        Places(segments), Range(range(len(segments)), firsts, positions.numpy(), unsigned(payload), ordered)
-    )
+    changes = Range(range(len(segments)), firsts, positions.numpy(), unsigned(payload), ordered)
+    return kernels.land(Places(segments, [""] * len(segments)), changes)
 
 
 @pytest.mark.parametrize("ordered", (None, True), ids=("bits", "steps"))
@@ -190,7 +189,7 @@ def test_changes_land_in_many_pieces_of_many_segments(way, ordered):
         positions = positions[torch.rand(positions.shape, generator=generator) < 0.4].to(torch.int32)
         payload = bits(positions.numel(), width, generator)
         landed = landed_by(own, segments, sizes, positions, payload, ordered)
-        own.write(landed.writes)
+        own.write(landed)
         alone, first = [], 0
         for pieces, own_names, own_memories, size in zip(segments, names, memories, sizes, strict=True):
             inside = (positions >= first) & (positions < first + size)
@@ -198,7 +197,7 @@ def test_changes_land_in_many_pieces_of_many_segments(way, ordered):
                 single = piece_of(name, memory.clone().to(device))
                 changes = positions[inside] - first, payload[inside]
                 expected = landed_by(own, [[single]], [size], *changes, ordered)
-                own.scatter(single.memory, expected.writes.offsets, expected.writes.values)
+                own.scatter(single.memory, expected.offsets, expected.values)
                 assert torch.equal(piece.memory, single.memory), (name, width)
                 alone += expected.words.tolist()
             first += size
@@ -232,18 +231,22 @@ def test_one_list_is_written_into_many_tensors(way, width, index):
         offsets = torch.arange(size)[torch.rand(size, generator=generator) < 0.9]
         values = bits(offsets.numel(), width, generator)
         expected[first + offsets] = values
-        lists.append(listed(live[first : first + size], offsets.to(index).to(device), values.to(device)))
-    writes = Writes.joined(lists)
+        lists.append((live[first : first + size], offsets.to(index).to(device), values.to(device)))
+    writes = listed(lists)
     assert torch.equal(own.write(writes).cpu(), writes.sums)
     assert torch.equal(live.cpu(), expected)
     twice = torch.zeros(2, dtype=index, device=device), live.new_tensor([1, 2])  # one element cannot hold both
-    writes = Writes.joined([*lists, listed(live[5000:5001], *twice)])
+    writes = listed([*lists, (live[5000:5001], *twice)])
     assert (own.write(writes).cpu() == writes.sums).tolist() == [True] * 4 + [False]
 
 
-def listed(target, offsets, values):
-    place, end = torch.tensor([target.data_ptr()]), torch.tensor([values.numel()])
-    return Writes((target,), place, end, offsets, values, torch.tensor([added_up(offsets, values)]))
+def listed(runs):
+    targets, offsets, values = zip(*runs, strict=True)
+    places, ends = [target.data_ptr() for target in targets], [*itertools.accumulate(map(len, values))]
+    sums = torch.tensor([added_up(*one) for one in zip(offsets, values, strict=True)])
+    words = torch.zeros(len(runs), 2, dtype=torch.int64)
+    tables = torch.tensor(places), torch.tensor(ends), torch.cat(offsets), torch.cat(values), words, sums
+    return Writes([""] * len(runs), targets, *tables)
 
 
 def added_up(offsets, values):

@@ -23,7 +23,6 @@ __all__ = [
     "SEED",
     "UNSIGNED",
     "Kernels",
-    "Landed",
     "Piece",
     "Places",
     "Range",
@@ -127,26 +126,30 @@ class Places:
 
     Args:
         segments: the pieces of each segment, of one width.
+        names: of the segments.
 
     Attributes:
         pieces: of all segments, one after the other.
+        names: of the segment of each piece.
         first: int64, shape (segments + 1,): the number of the first piece of each segment, and of all pieces.
         tables: int64: ``addresses``, ``offsets``, ``ends``, ``reach``, shape (pieces,): of their memory; as in
             `Piece`; and the larger of ``end`` and the elements of the memory; ``at``, shape (pieces + 1,): where the
             dimensions of each piece begin; ``dims``, shape (dimensions, 3): as in `Piece`.
     """
 
-    def __init__(self, segments: Iterable[Sequence[Piece]]) -> None:
-        own = [*map(tuple, segments)]
-        self.pieces = [*chain.from_iterable(own)]
-        rows = [
-            (piece.memory.data_ptr(), piece.offset, piece.end, max(piece.end, piece.memory.numel()))
-            for piece in self.pieces
-        ]
-        dims = [piece.dims for piece in self.pieces]
-        self.first, at = (np.array([0, *accumulate(map(len, one))], np.int64) for one in (own, dims))
-        flat = np.array([*chain.from_iterable(dims)], np.int64).reshape(-1, 3)
-        self.tables = (*np.array(rows, np.int64).reshape(-1, 4).T.copy(), at, flat)
+    def __init__(self, segments: Sequence[Sequence[Piece]], names: Iterable[str]) -> None:
+        self.pieces = pieces = [*chain.from_iterable(segments)]
+        self.names = [name for name, own in zip(names, segments, strict=False) for _ in own]
+        self.first = np.array([0, *accumulate(map(len, segments))])
+        columns = (
+            [piece.memory.data_ptr() for piece in pieces],
+            [piece.offset for piece in pieces],
+            [piece.end for piece in pieces],
+            [max(piece.end, piece.memory.numel()) if piece.dims else piece.end for piece in pieces],
+            [0, *accumulate([len(piece.dims) for piece in pieces])],
+        )
+        dims = [dim for piece in pieces if piece.dims for dim in piece.dims]
+        self.tables = (*(np.array(column, np.int64) for column in columns), np.array(dims, np.int64).reshape(-1, 3))
 
 
 class Range(NamedTuple):
@@ -172,46 +175,26 @@ class Writes(NamedTuple):
     """Values for several tensors of one width on one device, as one list of a run for each.
 
     Attributes:
-        targets: bits, 1-D: the tensor of each run.
+        names: of the tensors of the checkpoint.
+        targets: bits, 1-D: where each run is written.
         addresses: int64, shape (s,), on the host: where each target begins.
         ends: int64, shape (s,), on the host: where each run ends in the next two.
         offsets: int32 or int64, shape (k,): elements from the first one of the run's target.
         values: bits, shape (k,): what is to stand there.
+        words: int64, shape (s, 2), on the device: what each run adds to the digest of its tensor.
         sums: int64, shape (s,), on the device: what the values of each run add up to. A value ``v`` at offset ``o``
             counts as ``((v ^ v >> 32) + 1) * (key ^ key >> 32 | 1)``, modulo 2^64, with ``key = (o + 1) * GOLDEN``. So
             one other value always shows, as factors are odd; several cancel as words that behave as random do.
     """
 
-    targets: tuple[Tensor, ...]
+    names: list[str]
+    targets: list[Tensor]
     addresses: Tensor
     ends: Tensor
     offsets: Tensor
     values: Tensor
-    sums: Tensor
-
-    @classmethod
-    def joined(cls, lists: Sequence[Writes]) -> Writes:
-        """Return at least one list, of one width and device and one dtype of offsets, as one."""
-        if len(lists) == 1:
-            return lists[0]
-        targets, addresses, ends, *rest = zip(*lists, strict=True)
-        starts = accumulate((one.values.numel() for one in lists), initial=0)
-        shifted = torch.cat([own + start for own, start in zip(ends, starts, strict=False)])
-        return cls(tuple(chain.from_iterable(targets)), torch.cat(addresses), shifted, *map(torch.cat, rest))
-
-
-class Landed(NamedTuple):
-    """Changes in a range of a stream, translated for the pieces in which they lie: a run for each.
-
-    Attributes:
-        runs: the number of each run's piece in `Places`.
-        writes: what is to be written.
-        words: int64, shape (s, 2), on the device: what each run adds to the digest of its tensor.
-    """
-
-    runs: list[int]
-    writes: Writes
     words: Tensor
+    sums: Tensor
 
 
 class Kernels(Protocol):
@@ -229,12 +212,8 @@ class Kernels(Protocol):
     def words(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the words of the elements of each piece, all of one width: int64, shape (pieces, 2), on the device."""
 
-    def land(self, places: Places, changes: Range) -> Landed | None:
-        """Translate changes, and resolve steps against what memory holds now. Writes nothing.
-
-        Returns:
-            None where no change lies in any piece.
-        """
+    def land(self, places: Places, changes: Range) -> Writes | None:
+        """Translate changes, and resolve steps against what memory holds now; None where none lies in any piece."""
 
     def write(self, writes: Writes) -> Tensor:
         """Write a list, no two of whose elements are the same memory; return the ``sums`` of what stands there then."""

@@ -17,7 +17,6 @@ from torchrl_ext.data.deltas.bits import (
     ROW,
     SEED,
     UNSIGNED,
-    Landed,
     Piece,
     Places,
     Range,
@@ -451,50 +450,54 @@ def words(pieces: Sequence[Piece]) -> Tensor:
     found = np.zeros((len(pieces), 2), np.uint64)
     if pieces:
         like = np.empty(0, UNSIGNED[pieces[0].memory.element_size()])
-        _digest(*Places([pieces]).tables, linear_keys(), like, found)
+        _digest(*Places([pieces], [""]).tables, linear_keys(), like, found)
     return torch.from_numpy(found.view(np.int64))
 
 
-def translate(places: Places, changes: Range, *, here: bool) -> tuple[Landed, Tensor] | None:
+def translate(places: Places, changes: Range, *, here: bool) -> tuple[Writes, Tensor] | None:
     """Translate changes, as `torchrl_ext.data.deltas.bits.Kernels.land` does.
 
     Args:
         here: memory can be read: resolve steps, and take words and sums.
 
     Returns:
-        What landed, on the host, and the position of each change in its parameter. None where no change lies in any
-        piece.
+        What is to be written, on the host, and the position of each change in its parameter; None where there is none.
     """
     segments, firsts, positions, payload, ordered = changes
     pieces = places.first[segments.start : segments.stop + 1]
     addresses, offsets, ends, reach, at, dims = places.tables
-    most = int(reach[pieces[0] : pieces[-1]].max(initial=0))
+    most = reach[pieces[0] : pieces[-1]].max(initial=0)
     like = np.empty(0, np.int32 if most < 2**31 else np.int64)
     tables = addresses, offsets, ends, at, dims, here, ordered is not None, bool(ordered), linear_keys(), like
-    runs, stops, words, sums, *found = _land(positions, payload, firsts, pieces, *tables)
+    runs, *found = _land(positions, payload, firsts, pieces, *tables)
     if not runs.size:
         return None
-    where, there, values = map(torch.from_numpy, found)
-    run = torch.from_numpy(addresses[runs]), torch.from_numpy(stops)
-    writes = Writes((), *run, there, values.view(BITS[payload.itemsize]), torch.from_numpy(sums.view(np.int64)))
-    return Landed(runs.tolist(), writes, torch.from_numpy(words.view(np.int64))), where
+    stops, words, sums, where, there, values = map(torch.from_numpy, found)
+    writes = Writes(
+        names=[places.names[run] for run in runs],
+        targets=[places.pieces[run].memory for run in runs],
+        addresses=torch.from_numpy(addresses[runs]),
+        ends=stops,
+        offsets=there,
+        values=values.view(BITS[payload.itemsize]),
+        words=words.view(torch.int64),
+        sums=sums.view(torch.int64),
+    )
+    return writes, where
 
 
-def land(places: Places, changes: Range) -> Landed | None:
+def land(places: Places, changes: Range) -> Writes | None:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
     found = translate(places, changes, here=True)
     if found is None:
         return None
-    landed, none = found[0], np.empty(0, np.int64)
-    offsets, values = landed.writes.offsets[:0].numpy(), unsigned(landed.writes.values[:0])
-    _write(none, none, offsets, values, none)  # compiled before a pause
-    return landed
+    scatter(found[0].targets[0], found[0].offsets[:0], found[0].values[:0])  # compiled before a pause
+    return found[0]
 
 
 def write(writes: Writes) -> Tensor:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
-    found = torch.empty_like(writes.sums)
-    runs = writes.addresses.numpy(), writes.ends.numpy()
+    found, runs = torch.empty_like(writes.sums), (writes.addresses.numpy(), writes.ends.numpy())
     _write(*runs, writes.offsets.numpy(), unsigned(writes.values), found.numpy())
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import upload
-from torchrl_ext.data.deltas.bits import ROW, SEED, Kernels, Landed, Piece, Places, Range, Writes, linear_keys
+from torchrl_ext.data.deltas.bits import ROW, SEED, Kernels, Piece, Places, Range, Writes, linear_keys
 from torchrl_ext.data.weights.view import View
 
 __all__ = ["kernels_on", "land", "on_host", "scatter", "words", "write"]
@@ -94,28 +94,24 @@ def _by_run(terms: Tensor, ends: Tensor) -> Tensor:
 
 def words(pieces: Sequence[Piece]) -> Tensor:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
-    straight = [*map(_straightened, pieces)]
-    runs = [piece for piece in straight if not piece.dims]
-    found = _words_of_runs(runs) if runs else None
-    if found is not None and len(runs) == len(pieces):
-        return found
-    own = iter(() if found is None else found)
-    return torch.stack([_words_of_view(piece) if piece.dims else next(own) for piece in straight])
+    runs = [piece for piece in pieces if not piece.dims]
+    if len(runs) == len(pieces):
+        return _words_of_runs(runs)
+    own = iter(_words_of_runs(runs) if runs else ())
+    return torch.stack([_words_of_view(piece) if piece.dims else next(own) for piece in pieces])
 
 
-def land(places: Places, changes: Range) -> Landed | None:
+def land(places: Places, changes: Range) -> Writes | None:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
     from torchrl_ext.data.deltas.loops import translate
 
     found = translate(places, changes, here=False)
     if found is None:
         return None
-    (runs, writes, _), where = found
-    targets = tuple(places.pieces[run].memory for run in runs)
-    device, width = targets[0].device, writes.values.element_size()
+    writes, where = found
+    device, width, ends = writes.targets[0].device, writes.values.element_size(), writes.ends
     offsets, values = upload(writes.offsets, device), upload(writes.values, device)
-    sizes = writes.ends.diff(prepend=writes.ends.new_zeros(1)).tolist()
-    parts = zip(targets, offsets.split(sizes), strict=True)
+    parts = zip(writes.targets, offsets.split(ends.diff(prepend=ends.new_zeros(1)).tolist()), strict=True)
     before = torch.cat([target.index_select(0, own) for target, own in parts])
     if changes.ordered is not None:
         values = _moved(before, values, changes.ordered)
@@ -123,9 +119,8 @@ def land(places: Places, changes: Range) -> Landed | None:
     for own, old, new in zip(*(one.split(_AT_ONCE) for one in (upload(where, device), before, values)), strict=True):
         (low, high), (more, upper) = _halves(old), _halves(new)
         terms.append(_terms(own.to(torch.int64), width, more - low, upper - high))
-    sums = _sums(writes.ends, offsets, values)
-    writes = writes._replace(targets=targets, offsets=offsets, values=values, sums=sums)
-    return Landed(runs, writes, _by_run(torch.cat(terms), writes.ends))
+    words, sums = _by_run(torch.cat(terms), ends), _sums(ends, offsets, values)
+    return writes._replace(offsets=offsets, values=values, words=words, sums=sums)
 
 
 def scatter(target: Tensor, offsets: Tensor, values: Tensor) -> None:
@@ -148,17 +143,12 @@ def _sums(ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
     return _by_run(((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1), ends)
 
 
-def _straightened(piece: Piece) -> Piece:
-    """Return a piece as it is, or a straight copy of one that has every position of a range in some other order."""
-    if not piece.dims or piece.end - piece.offset > piece.destination.numel():
-        return piece
-    sizes, _, to = zip(*piece.dims, strict=True)
-    return Piece(destination=piece.memory.as_strided(sizes, to).reshape(-1), offset=piece.offset, strides=(1,))
-
-
 def _words_of_view(piece: Piece) -> Tensor:
-    """Return the words of any piece, element by element."""
+    """Return the words of a piece that is not straight: of a copy that is, or where it has gaps of each element."""
     device, count, (sizes, strides, to) = piece.memory.device, piece.destination.numel(), zip(*piece.dims, strict=True)
+    if count == piece.end - piece.offset:
+        copy = piece.memory.as_strided(sizes, to).reshape(-1)
+        return _words_of_runs([Piece(destination=copy, offset=piece.offset, strides=(1,))])[0]
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for at in range(0, count, _AT_ONCE):
         index = torch.arange(at, min(at + _AT_ONCE, count), device=device)

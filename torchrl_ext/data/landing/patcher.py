@@ -11,7 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,49 +44,24 @@ class Share(NamedTuple):
     places: int
 
 
-class _List(NamedTuple):
-    """What is to be written into several tensors, and what that adds to the digest of each: a run for each name."""
-
-    kernels: Kernels
-    names: list[str]
-    words: Tensor
-    writes: Writes
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What lists that are joined have in common."""
-        return self.kernels, self.writes.values.device, self.writes.values.dtype, self.writes.offsets.dtype
-
-    def put(self) -> Tensor:
-        """Write, and return the sums of what stands there then."""
-        return self.kernels.write(self.writes)
-
-
-def _joined(lists: Iterable[_List]) -> Iterator[_List]:
+def _joined(lists: Iterable[Writes]) -> Iterator[Writes]:
     """Yield the same in longer lists."""
-    waiting, count = list[_List](), 0
+    waiting, count = list[Writes](), 0
+
+    def kind(one: Writes) -> tuple[object, ...]:
+        return one.values.device, one.values.dtype, one.offsets.dtype
+
     for one in chain(lists, [None]):
-        if waiting and (one is None or count >= _LISTED or waiting[0].kind != one.kind):
-            kernels, names, words, writes = zip(*waiting, strict=True)
-            yield _List(kernels[0], [*chain.from_iterable(names)], torch.cat(words), Writes.joined(writes))
+        if waiting and (one is None or count >= _LISTED or kind(one) != kind(waiting[0])):
+            names, targets, addresses, ends, *rest = zip(*waiting, strict=True)
+            starts = accumulate((writes.values.numel() for writes in waiting), initial=0)
+            shifted = torch.cat([end + start for end, start in zip(ends, starts, strict=False)])
+            tables = torch.cat(addresses), shifted, *map(torch.cat, rest)
+            yield Writes([*chain.from_iterable(names)], [*chain.from_iterable(targets)], *tables)
             waiting, count = [], 0
         if one is not None:
             waiting.append(one)
-            count += one.writes.values.numel()
-
-
-class _Plan(NamedTuple):
-    """Where the segments of a stream lie in this rank's memory on one device.
-
-    Attributes:
-        names: the tensor of each piece of ``places``.
-        places: the pieces of each segment.
-        kernels: read and write them.
-    """
-
-    names: list[str]
-    places: Places
-    kernels: Kernels
+            count += one.values.numel()
 
 
 class Patcher:
@@ -102,10 +77,11 @@ class Patcher:
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
-        self._plans: tuple[ParamTable, dict[int, list[_Plan]]] | None = None
+        self._places: tuple[ParamTable, dict[int, list[Places]]] | None = None  # by stream of the last table
         self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as they are known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
-        self._lists: list[tuple[_List, list[int]]] = []  # these wait for the pause, with their sums
+        self._lists: list[Writes] = []  # this and the next wait for the pause
+        self._sums: list[list[int]] = []  # of the lists
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         self._turn = 0
@@ -162,15 +138,15 @@ class Patcher:
         self._held |= held
         self.digests_of_memory(name for name in self.pieces if name not in self._held)
         lists, staged = [*_joined(self._landed(changes))], dict[str, PositionDigest]()
-        numbers = [*(one.words for one in lists), *(one.writes.sums for one in lists)]
+        numbers = [*(one.words for one in lists), *(one.sums for one in lists)]
         found = [one.tolist() for one in download(numbers)]  # which waits, as `commit` is on another stream
         for one, words in zip(lists, found, strict=False):
             for name, added in zip(one.names, words, strict=True):
                 staged[name] = (staged[name] if name in staged else self._held[name]).plus(added)
-        self._lists, self._staged = [*zip(lists, found[len(lists) :], strict=True)], staged
+        self._lists, self._sums, self._staged = lists, found[len(lists) :], staged
         return self._held | staged
 
-    def _landed(self, changes: Changes) -> Iterator[_List]:
+    def _landed(self, changes: Changes) -> Iterator[Writes]:
         """Yield what is to be written for each range that changes on each device."""
         for every in changes.patches(self._wanted):
             stream = every.table.streams[every.stream]
@@ -178,15 +154,15 @@ class Patcher:
             firsts = stream.first[segments.start : segments.stop + 1] - every.start
             ordered = unit_of(stream.dtype).ordered if every.steps else None
             own = Range(segments, firsts, every.positions, every.values, ordered)
-            for plan in self._plan(every.table, every.stream):
-                if (landed := plan.kernels.land(plan.places, own)) is not None:
-                    yield _List(plan.kernels, [plan.names[run] for run in landed.runs], landed.words, landed.writes)
+            for places in self._places_of(every.table, every.stream):
+                if (writes := self._on(places.pieces[0].memory.device).land(places, own)) is not None:
+                    yield writes
 
-    def _plan(self, table: ParamTable, stream: int) -> list[_Plan]:
-        """Return where the segments of a stream lie, for each device; kept for the last table."""
-        if self._plans is None or not self._plans[0].lays_out_as(table):
-            self._plans = table, {}
-        if stream not in self._plans[1]:
+    def _places_of(self, table: ParamTable, stream: int) -> list[Places]:
+        """Return where the segments of a stream lie, on each device."""
+        if self._places is None or not self._places[0].lays_out_as(table):
+            self._places = table, {}
+        if stream not in self._places[1]:
             names = [table.params[param].name for param in table.streams[stream].params.tolist()]
             width = unit_bytes(table.streams[stream].dtype)
             found = defaultdict[torch.device, list[list[Piece]]](lambda: [[] for _ in names])
@@ -194,15 +170,8 @@ class Patcher:
                 for piece in self.pieces.get(name, ()):
                     if piece.memory.numel() and piece.memory.element_size() == width:
                         found[piece.memory.device][number].append(piece)
-            self._plans[1][stream] = [
-                _Plan(
-                    [name for name, own in zip(names, segments, strict=True) for _ in own],
-                    Places(segments),
-                    self._on(device),
-                )
-                for device, segments in found.items()
-            ]
-        return self._plans[1][stream]
+            self._places[1][stream] = [Places(segments, names) for segments in found.values()]
+        return self._places[1][stream]
 
     def _on(self, device: torch.device) -> Kernels:
         return self._kernels or kernels_on(device)
@@ -216,11 +185,11 @@ class Patcher:
     @property
     def staged_bytes(self) -> int:
         """The bytes of memory that staged changes hold until the commit."""
-        return sum(one.writes.offsets.nbytes + one.writes.values.nbytes for one, _ in self._lists)
+        return sum(writes.offsets.nbytes + writes.values.nbytes for writes in self._lists)
 
     def drop(self) -> None:
         """Forget what was staged."""
-        self._lists, self._staged = [], None
+        self._lists, self._sums, self._staged = [], [], None
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -231,22 +200,26 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        lists, staged, damage = self._lists, self._staged, self._damage
+        lists, sums, staged, damage = self._lists, self._sums, self._staged, self._damage
         self.drop()
         if damage is not None:
             self.forget()
             raise damage
         threads = min(_THREADS, torch.get_num_threads(), len(lists))
-        if threads > 1 and all(one.kernels.on_host for one, _ in lists):
+        if threads > 1 and all(self._on(writes.values.device).on_host for writes in lists):
             with ThreadPoolExecutor(threads) as pool:
-                found = [*pool.map(_List.put, (one for one, _ in lists))]  # no two of them meet
+                found = [*pool.map(self._put, lists)]  # no two of them meet
         else:
-            found = [one.put() for one, _ in lists]
+            found = [*map(self._put, lists)]
         self._held.update(staged)
-        for (one, should), stands in zip(lists, (own.tolist() for own in download(found)), strict=True):
+        for writes, stands, should in zip(lists, (one.tolist() for one in download(found)), sums, strict=True):
             if stands != should:
-                other = next(name for name, *two in zip(one.names, stands, should, strict=True) if two[0] != two[1])
+                rows = zip(writes.names, stands, should, strict=True)
+                other = next(name for name, one, two in rows if one != two)
                 raise _damaged(other, "the bits that were staged, found others")
+
+    def _put(self, writes: Writes) -> Tensor:
+        return self._on(writes.values.device).write(writes)
 
 
 def _share(pieces: Sequence[Piece]) -> Share:
