@@ -273,10 +273,9 @@ def test_staged_patch_is_compact_and_lands_in_its_piece(rows, columns, density):
     assert not live[:500].any() and not live[500:, columns:].any() and not elsewhere.destination.any()
 
 
-@pytest.mark.parametrize("density", [0.05, 1.0])
-def test_what_another_stream_staged_is_written_as_meant(density, lag):
+def test_what_another_stream_staged_is_written_as_meant(lag):
     generator, old = torch.Generator().manual_seed(2), state(1)
-    new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+    new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
     change = step(old, new)
     with torch.Stream(lag):
         live = {name: tensor.to(lag) for name, tensor in old.items()}
@@ -290,13 +289,12 @@ def test_what_another_stream_staged_is_written_as_meant(density, lag):
         assert all(same_bits(live[name].cpu(), tensor) for name, tensor in new.items())
 
 
-@pytest.mark.parametrize("density", [0.05, 1.0])
-def test_a_device_is_waited_for_twice_for_any_number_of_tensors(density, lag):
+def test_a_device_is_waited_for_twice_for_any_number_of_tensors(lag):
     """Once for digests that are read back, and once for all that is staged; a commit once."""
     for count in (3, 12):
         generator, shape = torch.Generator().manual_seed(3), (200, 100)
         old = {f"{number:02}": random_tensor(shape, torch.bfloat16, generator) for number in range(count)}
-        new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+        new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
         with torch.Stream(lag):
             pieces = {}
             for number, (name, tensor) in enumerate(old.items()):  # straight, turned, and in the columns of another one

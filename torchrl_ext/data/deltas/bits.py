@@ -100,23 +100,21 @@ class Piece:
         self.destination = destination.detach() if destination.requires_grad else destination
         self.offset, self.strides = offset, tuple(strides)
         self.dims: tuple[tuple[int, int, int], ...] = ()
-        if self.strides == destination.stride() and destination.is_contiguous():  # of very many, most are
-            self.memory = self.destination.view(-1).view(BITS[destination.element_size()])
-            self.end = offset + self.memory.numel()
-            return
-        dims: list[tuple[int, int, int]] = []
-        rows = zip(destination.shape, strides, destination.stride(), strict=True)
-        for size, stride, to in sorted(rows, key=itemgetter(1), reverse=True):
-            if dims and dims[-1][1:] == (size * stride, size * to):
-                dims[-1] = (dims[-1][0] * size, stride, to)
-            elif size != 1:
-                dims.append((size, stride, to))
-        some = int(destination.numel() > 0)
-        self.end = offset + some * (1 + sum((size - 1) * stride for size, stride, _ in dims))
-        reach = some * (1 + sum((size - 1) * to for size, _, to in dims))
-        if some and [dim[1:] for dim in dims] not in ([], [(1, 1)]):
-            self.dims = tuple(dims)
-        flat = self.destination.as_strided((reach,), (1,), destination.storage_offset())
+        reach = destination.numel()
+        self.end = offset + reach
+        if reach and not (self.strides == destination.stride() and destination.is_contiguous()):  # of many, few
+            dims: list[tuple[int, int, int]] = []
+            rows = zip(destination.shape, strides, destination.stride(), strict=True)
+            for size, stride, to in sorted(rows, key=itemgetter(1), reverse=True):
+                if dims and dims[-1][1:] == (size * stride, size * to):
+                    dims[-1] = (dims[-1][0] * size, stride, to)
+                elif size != 1:
+                    dims.append((size, stride, to))
+            self.end = offset + 1 + sum((size - 1) * stride for size, stride, _ in dims)
+            reach = 1 + sum((size - 1) * to for size, _, to in dims)
+            if [dim[1:] for dim in dims] not in ([], [(1, 1)]):
+                self.dims = tuple(dims)
+        flat = self.destination.as_strided((reach,), (1,))  # a view of one element may keep another stride
         self.memory = flat.view(BITS[flat.element_size()])
 
 

@@ -147,7 +147,7 @@ def _words_of_view(piece: Piece) -> Tensor:
     """Return the words of a piece that is not straight: of a copy that is, or where it has gaps of each element."""
     device, count, (sizes, strides, to) = piece.memory.device, piece.destination.numel(), zip(*piece.dims, strict=True)
     if count == piece.end - piece.offset:
-        copy = piece.memory.as_strided(sizes, to).reshape(-1)
+        copy = piece.memory.as_strided(sizes, to).contiguous().view(-1)
         return _words_of_runs([Piece(destination=copy, offset=piece.offset, strides=(1,))])[0]
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for at in range(0, count, _AT_ONCE):

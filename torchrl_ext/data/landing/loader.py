@@ -236,7 +236,8 @@ class TensorsLoader(WeightLoader, Patchable):
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._own = functools.partial(named_tensors, target, scratch=True) if is_module else self._target.tensors
         self._sent: frozenset[str] | None = None
-        self._copied: frozenset[str] = frozenset()
+        self._copied: frozenset[str] = frozenset()  # that are no part of one live tensor
+        self._meet: frozenset[str] = frozenset()  # that share memory with others
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
         self._patcher: Patcher | None = None  # this and the next are kept from the first `stage` on
         self._spelling: Spelling | None = None
@@ -249,8 +250,8 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def targets(self) -> Mapping[str, Tensor]:
         """Return the live tensors but those that share memory: the second to be filled would overwrite the first."""
-        places, meet = self._spelled().places, self._meet()
-        return {name: place for name, place in places.items() if name not in meet} if meet else places
+        places = self._spelled().places
+        return {name: one for name, one in places.items() if name not in self._meet} if self._meet else places
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         params = tuple(params)
@@ -259,10 +260,7 @@ class TensorsLoader(WeightLoader, Patchable):
         spelled.check(params, dict(self._target.tensors()), asleep=self.asleep)
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
         self.shared = spelled.shared(meta.name for meta in params)
-
-    def _meet(self) -> set[str]:
-        """Return the names that share memory with others."""
-        return {place.name for places in self.shared for place in places}
+        self._meet = frozenset(place.name for places in self.shared for place in places)
 
     def part(self, names: frozenset[str] | None) -> None:
         if names is not None:
@@ -271,10 +269,9 @@ class TensorsLoader(WeightLoader, Patchable):
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        spelled, whole, meet = self._spelled(), dict[str, Tensor](), self._meet()
-        came: dict[str, Tensor] = {}
+        spelled, whole, came = self._spelled(), dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in pairs:
-            if name in meet:
+            if name in self._meet:
                 came[name] = tensor
             if name in spelled.copied:
                 whole[name] = tensor
@@ -282,11 +279,9 @@ class TensorsLoader(WeightLoader, Patchable):
             if name not in spelled.places:
                 raise ManifestError(f"the model has no parameter {name!r}")
             target = spelled.places[name]
-            if ParamMeta.of(name, target) != ParamMeta.of(name, tensor):
-                raise ManifestError(
-                    f"parameter {name!r} arrives as {ParamMeta.of(name, tensor).form}",
-                    expected=ParamMeta.of(name, target).form,
-                )
+            arrives, expected = ParamMeta.of(name, tensor), ParamMeta.of(name, target)
+            if arrives != expected:
+                raise ManifestError(f"parameter {name!r} arrives as {arrives.form}", expected=expected.form)
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)
         if whole:
@@ -322,11 +317,9 @@ class TensorsLoader(WeightLoader, Patchable):
         compare(found, changes.digests)
 
     def commit(self) -> None:
-        if self._patcher is None or self._spelling is None:
-            raise NotConnectedError("there are no staged changes", hint="stage them first")
-        if _addresses(self._own()) != self._live:
+        if self._patcher is None or self._spelling is None or _addresses(self._own()) != self._live:
             raise NotConnectedError(
-                "parameters were replaced since the changes were staged",
+                "parameters were replaced or loaded since changes were staged, or none were",
                 state="nothing was changed",
                 hint="stage the changes again, or load a full version",
             )
