@@ -124,19 +124,6 @@ def test_random_pieces_are_digested_and_changed_in_place(way):
                 assert torch.equal(piece.memory.cpu(), memory[: piece.memory.numel()]), seed
 
 
-@pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
-def test_words_of_a_large_transposed_piece_match_its_positions(way, stride):
-    """Its positions reach over several rows of keys."""
-    own, device = way
-    positions = torch.arange(1030)[:, None] * stride + torch.arange(150) + 3
-    for width in WIDTHS:
-        memory = bits(150 * 1030, width, torch.Generator().manual_seed(5))
-        turned = memory.reshape(150, 1030).t()
-        piece = Piece(destination=memory.to(device).reshape(150, 1030).t(), offset=3, strides=(stride, 1))
-        expected = summed(positions.reshape(-1).numpy(), turned.reshape(-1))
-        assert words_of(own, piece) == [expected], width
-
-
 def test_words_of_runs_of_every_width_offset_and_tail(way, monkeypatch):
     """Runs begin and end anywhere in words and in rows of keys, and many are summed at once."""
     own, device = way

@@ -11,7 +11,7 @@ from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import loops, torch_ops
-from torchrl_ext.data.deltas.table import SparsePatch, StepPatch, diff, units
+from torchrl_ext.data.deltas.table import StepPatch, diff
 from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
@@ -91,11 +91,9 @@ def patched_copy(tensor, density, generator):
 
 
 def patch_of(kind, meta, old, new):
-    """The change of a tensor: as new bits where it changed, as new bits of every unit, or as steps."""
+    """The change of a tensor: as new bits, or as steps."""
     if kind == "sparse":
         return diff(meta, old, new)
-    if kind == "dense":
-        return SparsePatch(meta, np.arange(units(new).size, dtype=np.int32), units(new).copy())
     positions, steps = steps_of(old, new)
     return StepPatch(meta, positions.astype(np.int32), steps)
 
@@ -105,11 +103,11 @@ def held_digest(pieces):
     return sum(as_digests(words), PositionDigest())
 
 
-@pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
+@pytest.mark.parametrize("kind", ["sparse", "steps"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
 def test_patched_engines_equal_those_that_loaded_the_new_tensors(dtype, world, kind):
-    for density in (0.02, 0.3, 1.0):
+    for density in (0.02, 1.0):
         generator = torch.Generator().manual_seed(7)
         old = {name: random_tensor(shape, dtype, generator) for name, shape in SIZES.items()}
         new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
@@ -253,24 +251,34 @@ def test_parameters_replaced_after_staging_fail_the_commit(how):
     assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize("density", [0.0, 0.001, 0.01, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize(("rows", "columns"), [(1000, 300), (3000, 1000)], ids=["one thread", "several threads"])
-def test_staged_patch_is_compact_and_lands_in_its_piece(rows, columns, density):
-    """A staged patch takes at most twice its bytes and changes only its piece of the parameter."""
-    generator = torch.Generator().manual_seed(5)
-    old = random_tensor((rows, columns), torch.bfloat16, generator)
-    new = patched_copy(old, density, generator)
-    live = torch.zeros(rows + 500, columns + 700, dtype=torch.bfloat16)
-    piece = Piece(destination=live[500:, :columns], offset=0, strides=(columns, 1))
-    elsewhere = Piece(destination=torch.zeros(4, columns), offset=old.numel(), strides=(columns, 1))
-    piece.destination.copy_(old)
-    patch = diff(ParamMeta.of("w", old), old, new)
-    patcher = Patcher({"w": [piece, elsewhere]})
-    patcher.stage(Listed(patch))
-    assert patch.values.nbytes <= patcher.staged_bytes <= 2 * (patch.indices.nbytes + patch.values.nbytes)
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_staged_patch_is_compact_and_lands_in_its_piece(threads, density, monkeypatch):
+    """Staged patches take at most twice their bytes and change only their pieces of parameters, list by list."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows, columns, generator = 1000, 300, torch.Generator().manual_seed(5)
+    old, new, live, pieces = {}, {}, {}, {}
+    for name, dtype in (("a", torch.bfloat16), ("b", torch.float32)):
+        old[name] = random_tensor((rows, columns), dtype, generator)
+        new[name] = patched_copy(old[name], density, generator)
+        live[name] = torch.zeros(rows + 500, columns + 700, dtype=dtype)
+        elsewhere = torch.zeros(4, columns, dtype=dtype)
+        pieces[name] = [
+            Piece(destination=live[name][500:, :columns], offset=0, strides=(columns, 1)),
+            Piece(destination=elsewhere, offset=rows * columns, strides=(columns, 1)),
+        ]
+        pieces[name][0].destination.copy_(old[name])
+    change, patcher = step(old, new), Patcher(pieces)
+    patcher.stage(change)
+    values = sum(patch.values.nbytes for patch in change._patches)
+    indices = sum(patch.indices.nbytes for patch in change._patches)
+    assert values <= patcher.staged_bytes <= 2 * (indices + values)
     patcher.commit()
-    assert not patcher.staged_bytes and same_bits(piece.destination, new)
-    assert not live[:500].any() and not live[500:, columns:].any() and not elsewhere.destination.any()
+    assert not patcher.staged_bytes
+    for name, tensor in live.items():
+        first, second = (piece.destination for piece in pieces[name])
+        assert same_bits(first, new[name]) and not second.any()
+        assert not tensor[:500].any() and not tensor[500:, columns:].any()
 
 
 def test_what_another_stream_staged_is_written_as_meant(lag):
