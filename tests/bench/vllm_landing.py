@@ -29,7 +29,8 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.runner import seconds
-from torchrl_ext.data.deltas.table import SparsePatch, units
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.vllm.model import VLLMModel
@@ -39,11 +40,11 @@ from torchrl_ext.engines.vllm.register import register
 class _Step:
     """What `Patchable.stage` uses of a transport's changes."""
 
-    def __init__(self, patches: list[SparsePatch]) -> None:
+    def __init__(self, patches: list[StreamPatch]) -> None:
         self._patches = patches
         self.digests: Mapping[str, str] = {}  # nothing to compare with: digests are still computed
 
-    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[SparsePatch]:
+    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[StreamPatch]:
         return (patch for patch in self._patches if wanted(patch.meta.name))
 
     def whole(self, names: Any) -> Iterator[tuple[str, Tensor]]:
@@ -96,14 +97,14 @@ def _measure(model: Any, loader: EngineLoader, tensors: dict[str, Tensor], repea
 def _steps(tensors: dict[str, Tensor]) -> tuple[_Step, _Step]:
     """The last bit of 1 % of the elements flipped, and flipped back."""
     generator = np.random.default_rng(0)
-    forth: list[SparsePatch] = []
-    back: list[SparsePatch] = []
+    forth: list[StreamPatch] = []
+    back: list[StreamPatch] = []
     for name, tensor in tensors.items():
-        old, meta = units(tensor), ParamMeta.of(name, tensor)
+        old, table = units(tensor), ParamTable.of([ParamMeta.of(name, tensor)])
         where = np.flatnonzero(generator.random(old.size, np.float32) < 0.01).astype(np.int32)
         if where.size:
-            forth.append(SparsePatch(meta, where, old[where] ^ 1))
-            back.append(SparsePatch(meta, where, old[where]))
+            forth.append(StreamPatch.of(table, name, where, old[where] ^ 1))
+            back.append(StreamPatch.of(table, name, where, old[where]))
     return _Step(forth), _Step(back)
 
 
@@ -112,7 +113,7 @@ def _theirs(step: _Step) -> list[CheckpointWeightPatch]:
     for patch in step.patches():
         values, where = (
             torch.from_numpy(patch.values.view(np.int16)).view(torch.bfloat16),
-            torch.from_numpy(patch.indices),
+            torch.from_numpy(patch.positions),
         )
         found.append(CheckpointWeightPatch(patch.meta.name, patch.meta.shape, patch.meta.dtype, values, where))
     return found

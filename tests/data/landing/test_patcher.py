@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.deltas.data import random_bits, steps_of
+from tests.data.deltas.data import diff, random_bits, steps_of
+from tests.data.deltas.data import patch_of as made
 from tests.data.landing.changes import Listed
 from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
-from torchrl_ext.data.deltas.table import SparsePatch, StepPatch, diff, units
+from torchrl_ext.data.deltas.table import units
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.data.landing.placement import record
@@ -94,9 +95,9 @@ def patch_of(kind, meta, old, new):
     if kind == "sparse":
         return diff(meta, old, new)
     if kind == "dense":
-        return SparsePatch(meta, np.arange(units(new).size, dtype=np.int32), units(new).copy())
+        return made(meta, np.arange(units(new).size), units(new).copy())
     positions, steps = steps_of(old, new)
-    return StepPatch(meta, positions.astype(np.int32), steps)
+    return made(meta, positions, steps, steps=True)
 
 
 def held_digest(pieces):

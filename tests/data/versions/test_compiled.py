@@ -9,11 +9,11 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import calling, python
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import codec_loops as block_loops
 from torchrl_ext.data.deltas import codec_loops as token_loops
 from torchrl_ext.data.deltas import host_loops
-from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.versions import compiled
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
@@ -98,4 +98,4 @@ def test_loops_compile_in_first_update_without_temporary_folder(monkeypatch, tmp
 def test_loops_compile_in_inference_mode(encoding):
     compiled._compile.cache_clear()
     with torch.inference_mode():
-        compiled.compile_loops(make_codec(encoding), [ParamMeta("w", torch.bfloat16, (3,))])
+        compiled.compile_loops(encodings.make(encoding), [ParamMeta("w", torch.bfloat16, (3,))])

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, TransportError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.deltas.blocks import codec_from_json, encodings, make_codec
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
@@ -55,13 +55,13 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
 
     Attributes:
         needs_base: deltas are decoded with all old bytes, of which workers keep a copy then.
-        codec: the encoding; None where it is not known, of a root that a caller names.
+        encoding: its name; "" where it is not known, of a root that a caller names.
         base: the checkpoint on which the first version is a delta.
         group: the offer of the collective transport that broadcasts them.
     """
 
     needs_base: bool = False
-    codec: Info | None = None
+    encoding: str = ""
     base: str | None = None
     group: Info | None = None
     root: str | None = None
@@ -122,8 +122,8 @@ class DeltaReader(StandaloneEnd):
             copies=lambda name: offer.needs_base or here.copies(name),
             slices=here.slices,
         )
-        if offer.codec is not None:
-            compile_loops(codec_from_json(offer.codec), here.params)
+        if offer.encoding:
+            compile_loops(encodings.make(offer.encoding), here.params)
         return made
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
@@ -293,7 +293,7 @@ class DeltaTransport(StandaloneTransport):
             raise ConfigError(
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
             )
-        self._codec = make_codec(encoding)
+        self._codec = encodings.make(encoding)
         run_id = uuid.uuid4().hex
         self._store: Store
         full: FullWriter
@@ -351,7 +351,7 @@ class DeltaTransport(StandaloneTransport):
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
         offer = DeltaOffer(
             needs_base=self._codec.whole_base,
-            codec=self._codec.to_json(),
+            encoding=self._codec.name,
             base=self._base,
             group=opening.info if self._group is not None else None,
             **(self._shared.invite() if self._group is None else {}),

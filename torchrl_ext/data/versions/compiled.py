@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.blocks import BlockEncoding, make_codec
+from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.kernels import BITS
 from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.loader import TensorsLoader
@@ -59,9 +60,9 @@ def compile_loops(codec: FileEncoding | BlockEncoding, params: Iterable[ParamMet
 @torch.no_grad()
 def _compile(encoding: str, width: int) -> None:
     """Compile loops by use, for elements of ``width`` bytes and every kind of block that may be chosen."""
-    _publish_and_land(make_codec(encoding), width, (_SMALL, _LARGE))
+    _publish_and_land(encodings.make(encoding), width, (_SMALL, _LARGE))
     if encoding == "auto":
-        _publish_and_land(make_codec("bitmap"), width, (_SMALL,))
+        _publish_and_land(encodings.make("bitmap"), width, (_SMALL,))
 
 
 def _publish_and_land(codec: FileEncoding | BlockEncoding, width: int, counts: Iterable[int]) -> None:

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.table import Patch, apply_patch
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import units
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.folders import RunVersion
 from torchrl_ext.data.stores.manifest import DeltaManifest
 from torchrl_ext.data.versions.full import PublishedVersion
-from torchrl_ext.data.versions.open_delta import Wanted
-from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
+from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, Wanted, same_base
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
@@ -110,7 +111,7 @@ class ChainReader:
         if based and self._base is not None:
             same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
             pairs = self._base() if mirrored else ()
-            self.mirror = {name: tensor.to("cpu", copy=True) for name, tensor in pairs if name in mirrored}
+            self.mirror = {name: _copied(tensor) for name, tensor in pairs if name in mirrored}
             self.held, self._params = (origin.base_run_id, 0), _by_name(params)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
@@ -206,7 +207,7 @@ class ChainReader:
                         state="nothing was read",
                         hint="the delta belongs to another model",
                     )
-            lost = min(own.keys() - delta.table.number.keys(), default="")
+            lost = min(own.keys() - delta.manifest.table.number.keys(), default="")
             raise ManifestError(f"{delta.where} does not contain tensor {lost!r}", state="nothing was read")
         return opened
 
@@ -224,7 +225,7 @@ class ChainReader:
             self.held, mirror = None, {}
             for name, tensor in self._from_start(route, into):
                 if self._retained(name):
-                    mirror[name] = tensor.to("cpu", copy=True)
+                    mirror[name] = _copied(tensor)
                 yield name, tensor
             self.mirror = mirror
             self.held, self._params = route.reached, _by_name(route.params)
@@ -265,7 +266,7 @@ class ChainReader:
             for patch in changes.patches(self.mirror.__contains__):
                 for own in patch.split():
                     if own.meta.name in self.mirror:
-                        apply_patch(own, self.mirror[own.meta.name])
+                        own.apply(units(self.mirror[own.meta.name]))
         except IntegrityError as error:
             log.warning(
                 "host copies could not be updated to version %d, so the next version is read whole: %s",
@@ -291,21 +292,25 @@ class ChainReader:
         """Yield patched copies; the mirror is patched when all were verified, so that damage leaves it as it was."""
         if route.held != self.held:
             raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
-        landing: dict[str, list[Patch]] = {}
+        landing: dict[str, list[StreamPatch]] = {}
         for patch in route.patches(self.mirror, self.mirror.__contains__):
             for own in patch.split():
                 landing.setdefault(own.meta.name, []).append(own)
         for meta in route.params:
             tensor = self.mirror[meta.name].clone()
             for own in landing.get(meta.name, ()):
-                apply_patch(own, tensor)
+                own.apply(units(tensor))
             route.verify(meta.name, tensor)
             yield meta.name, tensor
         self.held = None
         for name, patches in landing.items():
             for own in patches:
-                apply_patch(own, self.mirror[name])
+                own.apply(units(self.mirror[name]))
         self.held = route.reached
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # patches are written into its memory
 
 
 def _by_name(params: tuple[ParamMeta, ...]) -> dict[str, ParamMeta]:
