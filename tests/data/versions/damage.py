@@ -27,7 +27,7 @@ from torchrl_ext.data.stores.delta_manifest import END, DeltaManifest
 from torchrl_ext.data.stores.folders import Version, version_name
 from torchrl_ext.data.stores.manifest import MANIFEST, read_manifest
 from torchrl_ext.data.stores.store import MemoryStore
-from torchrl_ext.data.transports.broadcast import KeptTensors
+from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned
 from torchrl_ext.data.versions.writer import ChainWriter

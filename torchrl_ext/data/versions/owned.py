@@ -147,7 +147,7 @@ class Owned:
         self._held: Holding | None = None  # None without other ranks
         self._gather: Gather | None = None
         self._copies: FlatCopies | None = None
-        self._shared = self._alone = False
+        self._alone: bool | None = None  # how the parameters were shared out; None before
         self._rank, self._owners, self._own = 0, 1, list[int]()
 
     @property
@@ -174,7 +174,7 @@ class Owned:
         else:
             self._held = Holding(source, self._held)
             same = self._held.same
-        return same and self._shared and alone == self._alone
+        return same and alone is self._alone
 
     def share(self, held: Sequence[Info], rank: int, owners: int, timeout_s: float) -> None:
         """Share the parameters out, and forget every copy.
@@ -189,7 +189,7 @@ class Owned:
             ManifestError: as `Gather`.
         """
         params, streams = self._params, dict[tuple[int, torch.dtype], list[int]]()
-        self._shared, self._copies, self.digests = False, None, np.zeros((len(params), 2), DIGEST)
+        self._alone, self._copies, self.digests = None, None, np.zeros((len(params), 2), DIGEST)
         self._gather = Gather(params, held, rank, owners, timeout_s) if held else None
         self._owned_by = [0] * len(params) if self._gather is None else self._gather.owners
         for number, (owner, meta) in enumerate(zip(self._owned_by, params, strict=True)):
@@ -198,7 +198,7 @@ class Owned:
         self.table = ParamTable.of(params, [streams[one] for one in order])
         self._streams = {number for number, (owner, _) in enumerate(order) if owner == rank}
         self._rank, self._owners, self._own = rank, owners, self._of(rank)
-        self._shared, self._alone = True, not held
+        self._alone = not held
 
     def start(self, base: str) -> Written:
         """Copy the own parameters from a checkpoint directory, as if this rank had written that.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple, final
 
@@ -20,15 +18,12 @@ from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
 from torchrl_ext.data.stores.manifest import MANIFEST
 from torchrl_ext.data.stores.store import Store
 
-__all__ = ["HELD_BYTES", "SPAN_BYTES", "DeltaFiles", "FileEncoding", "Files", "Payloads", "incomplete"]
+__all__ = ["HELD_BYTES", "DeltaFiles", "FileEncoding", "Files", "Payloads", "incomplete"]
 
 FILE_BYTES = 64 << 20
 """About how large a file of blocks is, so that writing runs beside coding."""
 HELD_BYTES = 256 << 20
-"""Bound on the payloads in memory, of all deltas on a route together; one larger payload may exceed it."""
-SPAN_BYTES = 1 << 20
-"""Bound on the neighbouring payloads that are read at once: `HELD_BYTES` have room for a span of each of 256 deltas."""
-_GAP_BYTES = 4096  # between two payloads, that are faster read than skipped
+"""Bound on the blocks that are held in memory, of all deltas on a route together."""
 
 Files = Mapping[str, memoryview]
 """The content of every payload file of a delta, by name."""
@@ -77,7 +72,7 @@ class _Coded(NamedTuple):
     """A block that was looked at.
 
     Attributes:
-        found: what changed; without its lists, which belong to the thread that found it.
+        found: what changed; its lists are another block's by now.
         changed: int64, shape (segments,): units that changed.
         kind, payload: the block as bytes; none where nothing changed, or for a `FileEncoding`.
         patch: new bits, for a `FileEncoding`.
@@ -123,7 +118,7 @@ class DeltaFiles:
         """Code a block; called from any thread (`torchrl_ext.data.deltas.streams.find`)."""
         stream, segments, positions = self._table.streams[found.stream], found.segments, found.positions
         cuts = np.searchsorted(positions, stream.first[segments.start : segments.stop + 1] - found.start)
-        counted = found._replace(before=found.before[:0], after=found.after[:0], old=found.old[:0], news=())
+        counted = found._replace(news=())  # which hold what the source made
         if not positions.size:
             return _Coded(counted, np.diff(cuts))
         if isinstance(self._encoding, BlockEncoding):
@@ -204,123 +199,96 @@ def _joined(parts: list[StreamPatch]) -> StreamPatch:
     return StreamPatch.of(parts[0].table, parts[0].meta.name, positions, values)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Span:
-    """Neighbouring payloads of a file, which are read at once: from ``first`` to ``end``, in bytes."""
-
-    manifest: DeltaManifest
-    folder: str
-    file: str
-    first: int
-    end: int
-    blocks: list[np.void]
-
-    def of(self, block: np.void, data: memoryview) -> memoryview:
-        """Return the bytes of a block from those of the span."""
-        return data[int(block["offset"]) - self.first :][: int(block["nbytes"])]
-
-    def name(self, block: np.void) -> str:
-        """Return the name of the first tensor that a block changes."""
-        stream = self.manifest.table.streams[block["stream"]]
-        return self.manifest.params[stream.params[stream.within(int(block["start"]), int(block["start"]) + 1)[0]]].name
-
-
+@final
 class Payloads:
-    """Reads payloads in spans, verifies each one, and holds no more than `HELD_BYTES` of them.
+    """Reads the blocks of deltas, and verifies each.
 
-    A route whose payloads take no more than the bound is read when it is opened, and needs the store no longer. On a
-    longer one, spans are read when a payload in them is asked for, and those that were used longest ago are dropped.
+    Up to `HELD_BYTES` in all are read at once, and need the store no longer. More are read one by one, when they are
+    asked for.
 
     Args:
         store: where the deltas are.
 
     Attributes:
-        nbytes: bytes of all spans that were added.
+        nbytes: bytes of all blocks that were added.
     """
 
     def __init__(self, store: Store) -> None:
         self.store, self.nbytes = store, 0
-        self._spans: list[_Span] = []
-        self._held: dict[_Span, memoryview] = {}  # the one that was used last comes last
-        self._lock = threading.Lock()
+        self._added: list[tuple[str, DeltaManifest, list[int]]] = []
+        self._held: dict[tuple[str, int], memoryview] = {}
 
-    def add(self, folder: str, manifest: DeltaManifest, numbers: Iterable[int]) -> dict[int, Callable[[], memoryview]]:
-        """Add blocks of a delta; return for each a call that returns its bytes.
+    def add(self, folder: str, manifest: DeltaManifest, numbers: list[int]) -> dict[int, Callable[[], memoryview]]:
+        """Add blocks of a delta; return for each a call that returns its bytes, from any thread.
 
-        The calls raise IntegrityError where a payload is damaged, or is gone from the store; it names a tensor.
+        The calls raise IntegrityError where a block is damaged, or is gone from the store; it names a tensor.
 
         Args:
             folder: of the delta's files.
             manifest: of the delta.
             numbers: of the blocks, in ``manifest.blocks``.
         """
-        found, last, names = dict[int, Callable[[], memoryview]](), None, [*manifest.files]
-        places = ((number, manifest.blocks[number]) for number in numbers)
-        for number, block in sorted(places, key=lambda row: (int(row[1]["file"]), int(row[1]["offset"]))):
-            file, first = names[block["file"]], int(block["offset"])
-            end = first + int(block["nbytes"])
-            if last is None or file != last.file or first - last.end > _GAP_BYTES or end - last.first > SPAN_BYTES:
-                last = _Span(manifest=manifest, folder=folder, file=file, first=first, end=first, blocks=[])
-                self._spans.append(last)
-            self.nbytes += max(0, end - last.end)
-            last.end = max(last.end, end)
-            last.blocks.append(block)
-            found[number] = partial(self._payload, last, block)
-        return found
+        self._added.append((folder, manifest, numbers))
+        self.nbytes += int(manifest.blocks["nbytes"][numbers].sum())
+        return {number: partial(self._payload, folder, manifest, number) for number in numbers}
 
     def read(self) -> None:
         """Read everything, unless it takes more than the bound.
 
         Raises:
             FileNotFoundError: a delta was collected.
-            IntegrityError: a file is missing or too short, or a payload is damaged; names the tensor and the file.
+            IntegrityError: a file is missing or too short, or a block is damaged; names the tensor and the file.
         """
-        by_file: dict[tuple[str, str], list[_Span]] = {}
-        for span in self._spans if self.nbytes <= HELD_BYTES else ():
-            by_file.setdefault((span.folder, span.file), []).append(span)
-        for spans in by_file.values():
-            self._load(spans)
+        for folder, manifest, numbers in self._added if self.nbytes <= HELD_BYTES else ():
+            by_file: dict[int, list[int]] = {}
+            for number in numbers:
+                by_file.setdefault(int(manifest.blocks["file"][number]), []).append(number)
+            for own in by_file.values():
+                self._held |= {(folder, number): data for number, data in self._loaded(folder, manifest, own).items()}
 
-    def _payload(self, span: _Span, block: np.void) -> memoryview:
-        with self._lock:
-            if span not in self._held:
-                used = sum(map(len, self._held.values())) + span.end - span.first
-                while self._held and used > HELD_BYTES:
-                    used -= len(self._held.pop(next(iter(self._held))))
-                try:
-                    self._load([span])
-                except FileNotFoundError as error:
-                    raise self._incomplete(span, None, block) from error
-            data = self._held[span] = self._held.pop(span)
-        return span.of(block, data)
-
-    def _load(self, spans: list[_Span]) -> None:
-        """Read spans of one file, and verify the payloads in them."""
-        folder, file, manifest = spans[0].folder, spans[0].file, spans[0].manifest
+    def _payload(self, folder: str, manifest: DeltaManifest, number: int) -> memoryview:
+        if (folder, number) in self._held:
+            return self._held[folder, number]
         try:
-            read = self.store.ranges(f"{folder}/{file}", [(span.first, span.end - span.first) for span in spans])
+            return self._loaded(folder, manifest, [number])[number]
+        except FileNotFoundError as error:
+            file = [*manifest.files][manifest.blocks["file"][number]]
+            where = f"{self.store.url}/{folder}"
+            raise incomplete(where, file, manifest, None, _first(manifest, number)) from error
+
+    def _loaded(self, folder: str, manifest: DeltaManifest, numbers: list[int]) -> dict[int, memoryview]:
+        """Return blocks of one file; the file is read as a whole where they are most of it."""
+        rows, where = manifest.blocks[numbers], f"{self.store.url}/{folder}"
+        file, size = [*manifest.files.items()][rows["file"][0]]
+        whole = 2 * int(rows["nbytes"].sum()) > size
+        spans = [(0, size)] if whole else list(zip(rows["offset"].tolist(), rows["nbytes"].tolist(), strict=True))
+        try:
+            read = [memoryview(data) for data in self.store.ranges(f"{folder}/{file}", spans)]
         except FileNotFoundError as error:
             if MANIFEST not in self.store.list(folder):  # collected in between
                 raise
-            raise self._incomplete(spans[0], None, spans[0].blocks[0]) from error
-        for span, data in zip(spans, read, strict=True):
-            view = memoryview(data)
-            for block in span.blocks:
-                payload, stated = span.of(block, view), int(block["checksum"])
-                if len(payload) != block["nbytes"]:
-                    raise self._incomplete(span, span.first + len(data), block)
-                if xxhash.xxh3_64_intdigest(payload) != stated:
-                    raise IntegrityError(
-                        f"tensor {span.name(block)!r} in {self.store.url}/{folder}/{file} is damaged",
-                        expected=f"xxh3-64 {stated:016x}, found {xxhash.xxh3_64_hexdigest(payload)}",
-                        state=f"nothing of version {manifest.version} was used",
-                        hint="let the trainer publish again, and check the disk",
-                    )
-            self._held[span] = view
+            raise incomplete(where, file, manifest, None, _first(manifest, numbers[0])) from error
+        found = {}
+        for at, (number, row) in enumerate(zip(numbers, rows, strict=True)):
+            first, nbytes, stated = (int(row[name]) for name in ("offset", "nbytes", "checksum"))
+            payload = read[0][first : first + nbytes] if whole else read[at]
+            if len(payload) != nbytes:
+                raise incomplete(where, file, manifest, first + len(payload), _first(manifest, number))
+            if xxhash.xxh3_64_intdigest(payload) != stated:
+                raise IntegrityError(
+                    f"tensor {_first(manifest, number)!r} in {where}/{file} is damaged",
+                    expected=f"xxh3-64 {stated:016x}, found {xxhash.xxh3_64_hexdigest(payload)}",
+                    state=f"nothing of version {manifest.version} was used",
+                    hint="let the trainer publish again, and check the disk",
+                )
+            found[number] = payload
+        return found
 
-    def _incomplete(self, span: _Span, found: int | None, block: np.void) -> IntegrityError:
-        where = f"{self.store.url}/{span.folder}"
-        return incomplete(where, span.file, span.manifest, found, span.name(block))
+
+def _first(manifest: DeltaManifest, number: int) -> str:
+    """Return the name of the first tensor of a block."""
+    start, stream = int(manifest.blocks["start"][number]), manifest.table.streams[manifest.blocks["stream"][number]]
+    return manifest.params[stream.params[stream.within(start, start + 1)[0]]].name
 
 
 def incomplete(where: str, file: str, manifest: DeltaManifest, found: int | None, name: str | None) -> IntegrityError:

@@ -52,7 +52,6 @@ class ChainReader:
         self.mirror: dict[str, Tensor] = {}
         self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
-        self._staged: OpenRoute | None = None  # of the changes that were returned last
         self._retained: Callable[[str], bool] = lambda name: False
         self._slices: Mapping[str, tuple[Block, ...]] = {}
         self.read_bytes = 0
@@ -149,16 +148,13 @@ class ChainReader:
 
     def changes(self, target: int) -> Changes | None:
         """Return the changes from the version held to ``target``; None where only a full version leads there."""
-        if self._landed is not None:
-            self._catch_up()
-        self._close_staged()
+        self._catch_up()
         if self.held is None:
             return None
         route = self._open(target, self.held, self._blocks)
         if route.held is None:
             route.close()
             return None
-        self._staged = route
         return Changes(
             held=self.held,
             reached=route.reached,
@@ -199,16 +195,14 @@ class ChainReader:
             if delta.manifest.params == known:
                 continue
             opened.close()
-            for meta in delta.manifest.params:
-                if own.get(meta.name) != meta:
-                    raise ManifestError(
-                        f"{delta.where} changes {meta}",
-                        expected=str(own.get(meta.name, "a tensor of the model that is held")),
-                        state="nothing was read",
-                        hint="the delta belongs to another model",
-                    )
-            lost = min(own.keys() - delta.manifest.table.number.keys(), default="")
-            raise ManifestError(f"{delta.where} does not contain tensor {lost!r}", state="nothing was read")
+            theirs = _by_name(delta.manifest.params)
+            name = next((name for name in own | theirs if own.get(name) != theirs.get(name)), "")
+            raise ManifestError(
+                f"{delta.where} is of a model with {theirs.get(name, f'no {name}')}",
+                expected=str(own.get(name, f"no {name}")),
+                state="nothing was read",
+                hint="the delta belongs to another model",
+            )
         return opened
 
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -236,8 +230,6 @@ class ChainReader:
         Raises:
             IntegrityError: ``changes`` do not begin at what is held; the next version is read in full.
         """
-        if self._landed is not None:
-            self._catch_up()
         if self.held != changes.held:
             held, self.held = self.held, None
             raise IntegrityError(f"version {changes.held[1]} is not the one held", expected=str(held))
@@ -245,12 +237,6 @@ class ChainReader:
             self._landed = changes
         else:
             self.held = changes.reached
-            self._close_staged()
-
-    def _close_staged(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.close()
 
     def _catch_up(self) -> None:
         """Bring the mirror to what landed last. Where that fails nothing is held, and the next version read in full.
@@ -268,15 +254,9 @@ class ChainReader:
                     if own.meta.name in self.mirror:
                         own.apply(units(self.mirror[own.meta.name]))
         except IntegrityError as error:
-            log.warning(
-                "host copies could not be updated to version %d, so the next version is read whole: %s",
-                changes.reached[1],
-                error,
-            )
-            return
-        finally:
-            self._close_staged()
-        self.held = changes.reached
+            log.warning("host copies could not be updated, so the next version is read whole: %s", error)
+        else:
+            self.held = changes.reached
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         seen = set()
