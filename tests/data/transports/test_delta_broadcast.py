@@ -130,7 +130,7 @@ class Announced:
     def __init__(self, arrival, pairs):
         self._arrival, self._pairs = arrival, pairs
 
-    def get(self, within):
+    def next(self, within):
         return self._arrival
 
     def receive(self, arrival, into, within):

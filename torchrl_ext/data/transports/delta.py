@@ -65,7 +65,7 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
     encoding: str = ""
     base: str | None = None
     group: Info | None = None
-    root: str = ""
+    root: str | None = None
     probe: str = ""
     run_id: str = ""
     trainer: str = ""
@@ -409,7 +409,8 @@ class DeltaTransport(StandaloneTransport):
         store: Store = MemoryStore()
         group = None if offer.group is None else VLLMCollectiveTransport.join(offer.group, here, within)
         if group is None:
-            store, root = open_store(offer.root), offer.root
+            root = offer.root or ""
+            store = open_store(root)
             Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer).find(store, within)
         copies, slices = lambda name: offer.needs_base or here.copies(name), here.slices
         return DeltaReader(store, offer.base, group=group, copies=copies, slices=slices)

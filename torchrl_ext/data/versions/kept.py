@@ -34,6 +34,7 @@ class KeptTensors(FullWriter):
         super().__init__(shard_bytes=1)
         self.tensors: dict[str, Tensor] = {}
         self.digests: dict[str, str] = {}
+        self._metas: tuple[ParamMeta, ...] = ()
 
     def needed_bytes(self, source: WeightSource) -> int:
         """Return 0: nothing is written anywhere."""
@@ -66,12 +67,13 @@ class KeptTensors(FullWriter):
         draft.write(MANIFEST, manifest.to_bytes())
         return manifest
 
-    def open(self, number: int, manifest: Manifest) -> _Keyframe:
-        """Verify a keyframe, and open it for reading (`torchrl_ext.data.versions.open_route.FullVersion`).
+    def open(self, number: int, manifest: Manifest) -> KeptTensors:
+        """Verify a keyframe, and return it open for reading (`torchrl_ext.data.versions.open_route.FullVersion`).
 
         Raises:
             IntegrityError: a tensor is damaged, or not here (any more); names it.
         """
+        self._metas = tuple(one.meta for one in manifest.params)
         for one in manifest.params:
             tensor = self.tensors.get(one.meta.name)
             sound = tensor is not None and ParamMeta.of(one.meta.name, tensor) == one.meta
@@ -83,23 +85,18 @@ class KeptTensors(FullWriter):
                     state="nothing of the version was used",
                     hint="send again: after an update that failed, the next version is sent in full",
                 )
-        return _Keyframe(tuple(one.meta for one in manifest.params), self.tensors)
-
-
-class _Keyframe:
-    """A keyframe in memory, open for reading."""
-
-    def __init__(self, params: tuple[ParamMeta, ...], tensors: Mapping[str, Tensor]) -> None:
-        self._params, self._tensors = params, tensors
+        return self
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return self._params
+        """Return the parameters of the keyframe that was opened."""
+        return self._metas
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for meta in self._params:
-            tensor, target = self._tensors[meta.name], into.get(meta.name)
+        """Yield copies of its tensors, or those of ``into`` where they fit, filled."""
+        for meta in self._metas:
+            tensor, target = self.tensors[meta.name], into.get(meta.name)
             fits = target is not None and ParamMeta.of(meta.name, target) == meta
             yield meta.name, target.copy_(tensor) if target is not None and fits else tensor.clone()
 
     def close(self) -> None:
-        self._tensors = {}
+        """Leave the tensors as they are."""
