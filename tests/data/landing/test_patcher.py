@@ -262,7 +262,7 @@ def test_staged_patch_is_compact_and_lands_in_its_piece(rows, columns, density):
     patch = diff(ParamMeta.of("w", old), old, new)
     patcher = Patcher({"w": [piece, elsewhere]})
     patcher.stage(Listed(patch))
-    assert patch.values.nbytes <= patcher.staged_bytes <= 2 * (patch.indices.nbytes + patch.values.nbytes)
+    assert patch.values.nbytes <= patcher.staged_bytes <= 2 * (patch.positions.nbytes + patch.values.nbytes)
     patcher.commit()
     assert not patcher.staged_bytes and same_bits(piece.destination, new)
     assert not live[:500].any() and not live[500:, columns:].any() and not elsewhere.destination.any()

@@ -257,16 +257,14 @@ class StreamPatch:
         cls, table: ParamTable, name: str, positions: np.ndarray, values: np.ndarray, steps: bool = False
     ) -> StreamPatch:
         """Return the change of one parameter, whose units ``positions`` count."""
-        number = table.number[name]
-        stream, segment = (column[number] for column in table.place)
+        stream, segment = table.place_of(name)
         first, end = table.streams[stream].first[segment : segment + 2].tolist()
         return cls(table, stream, first, end - first, positions, values, steps)
 
     @property
     def meta(self) -> ParamMeta:
         """The parameter to which the first unit of the range belongs."""
-        stream = self.table.streams[self.stream]
-        return self.table.params[stream.params[stream.within(self.start, self.start + 1)[0]]]
+        return self.table.at(self.stream, self.start)
 
     def apply(self, units: np.ndarray) -> None:
         """Write the patch into the units of its range: unsigned, shape (size,)."""

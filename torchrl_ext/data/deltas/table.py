@@ -199,6 +199,16 @@ class ParamTable:
             found[0, stream.params], found[1, stream.params] = number, np.arange(stream.params.size)
         return found[0].tolist(), found[1].tolist()
 
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Return the stream of a parameter, and its segment there."""
+        streams, segments = self.place
+        return streams[self.number[name]], segments[self.number[name]]
+
+    def at(self, stream: int, unit: int) -> ParamMeta:
+        """Return the parameter to which a unit of a stream belongs."""
+        own = self.streams[stream]
+        return self.params[own.params[own.within(unit, unit + 1)[0]]]
+
     def lays_out_as(self, other: ParamTable) -> bool:
         """Return whether both have the same parameters and streams."""
         if self is other:

@@ -19,7 +19,7 @@ from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
-from torchrl_ext.data.deltas.table import unit_bytes, units
+from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, units
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.stores.folders import RunVersion
@@ -141,6 +141,7 @@ class OpenRoute:
         except BaseException:
             self.close()
             raise
+        self._table = self.deltas[0].manifest.table if self.deltas else ParamTable.of(())
         self._needs_old = any(needs_old(delta.manifest) for delta in self.deltas)
         self.digests = self.deltas[-1].manifest.hex_digests if self.deltas else {}
 
@@ -229,13 +230,13 @@ class OpenRoute:
         """
         if not self.deltas:
             return
-        table, chosen = self.deltas[0].manifest.table, np.zeros(len(self.params), np.bool_)
+        chosen = np.zeros(len(self.params), np.bool_)
         for number in np.flatnonzero(np.any([delta.manifest.changed for delta in self.deltas], 0)).tolist():
             chosen[number] = wanted(self.params[number].name)
 
         def decoding() -> Iterator[tuple[int, Callable[[], list[StreamPatch]]]]:
             for within in self._ranges:
-                stream = table.streams[within.stream]
+                stream = self._table.streams[within.stream]
                 own = stream.within(within.start, within.start + within.size)
                 if chosen[stream.params[own.start : own.stop]].any():
                     yield 0, partial(self._folded, within, copies)
@@ -256,9 +257,7 @@ class OpenRoute:
             try:
                 patches.append(delta.changes[within](old))
             except IntegrityError as error:
-                stream = delta.manifest.table.streams[within.stream]
-                own = stream.params[[*stream.within(within.start, within.start + within.size)]]
-                name = self.params[own[np.argmax(delta.manifest.changed[own] > 0)]].name
+                name = self._table.at(within.stream, within.start).name
                 raise IntegrityError(
                     f"tensor {name!r} in {delta.where} cannot be used: {error.what}",
                     expected=error.expected,
@@ -271,10 +270,9 @@ class OpenRoute:
 
     def _units(self, within: _Range, copies: Mapping[str, Tensor]) -> np.ndarray | None:
         """Return the units of a range, where there are copies of all tensors in it."""
-        table, end, parts = self.deltas[0].manifest.table, within.start + within.size, list[np.ndarray]()
-        stream = table.streams[within.stream]
+        stream, end, parts = self._table.streams[within.stream], within.start + within.size, list[np.ndarray]()
         for segment in stream.within(within.start, end):
-            copy, first = copies.get(table.params[stream.params[segment]].name), int(stream.first[segment])
+            copy, first = copies.get(self.params[stream.params[segment]].name), int(stream.first[segment])
             if copy is None:
                 return None
             parts.append(units(copy)[max(0, within.start - first) : end - first])
@@ -319,7 +317,7 @@ class OpenRoute:
             known |= {within: folded(within) for within in ranges[name] if within not in known}
             for within in ranges[name]:
                 for patch in known[within]:
-                    own = patch.segment(self._place(name)[1])
+                    own = patch.segment(self._table.place_of(name)[1])
                     if own.positions.size:
                         own.apply(units(tensor))
                 uses[within] -= 1
@@ -331,17 +329,11 @@ class OpenRoute:
         """Return the ranges in which a tensor may change, in order."""
         if not self.deltas:
             return []
-        stream, segment = self._place(name)
+        stream, segment = self._table.place_of(name)
         ranges = self._by_stream.get(stream, [])
-        first, end = self.deltas[0].manifest.table.streams[stream].first[segment : segment + 2].tolist()
+        first, end = self._table.streams[stream].first[segment : segment + 2].tolist()
         low = bisect_right(ranges, first, key=lambda one: one.start + one.size)
         return ranges[low : bisect_left(ranges, end, key=attrgetter("start"))]
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """Return the stream of a tensor, and its segment there."""
-        table = self.deltas[0].manifest.table
-        streams, segments = table.place
-        return streams[table.number[name]], segments[table.number[name]]
 
     def verify(self, name: str, tensor: Tensor) -> None:
         """Compare a tensor with the digest that it has where the route ends.
@@ -352,7 +344,7 @@ class OpenRoute:
         expected = self.digests.get(name)
         if expected is None or (found := position_digest(tensor).hex()) == expected:
             return
-        number = self.deltas[0].manifest.table.number[name]
+        number = self._table.number[name]
         made = [delta.where for delta in self.deltas if delta.manifest.changed[number]]
         raise IntegrityError(
             f"tensor {name!r} does not come out as version {self.reached[1]} has it, by "

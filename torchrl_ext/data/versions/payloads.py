@@ -287,8 +287,7 @@ class Payloads:
 
 def _first(manifest: DeltaManifest, number: int) -> str:
     """Return the name of the first tensor of a block."""
-    start, stream = int(manifest.blocks["start"][number]), manifest.table.streams[manifest.blocks["stream"][number]]
-    return manifest.params[stream.params[stream.within(start, start + 1)[0]]].name
+    return manifest.table.at(int(manifest.blocks["stream"][number]), int(manifest.blocks["start"][number])).name
 
 
 def incomplete(where: str, file: str, manifest: DeltaManifest, found: int | None, name: str | None) -> IntegrityError:
