@@ -92,26 +92,27 @@ class ChainReader:
         if not own or not unread <= mirrored:
             return
 
-        def has(known: Mapping[str, str]) -> bool:
-            return all(own.get(name, digest) == digest for name, digest in known.items())
-
-        # Tensors without a digest may be those of any version that has the others: the oldest is safe to begin at.
-        at_base = bool(unread) and based and has(origin.hex_base_digests)
-        for _, delta in () if at_base else reversed(deltas) if unread else deltas:
-            base = None
+        known = list[tuple[RunVersion, Callable[[], Mapping[str, str]]]]()  # the newest version first
+        for _, delta in deltas:
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
-            if base is not None and has(base.hex_digests):
-                self.held, self._params = (base.run_id, base.version), _by_name(params)
-                if mirrored:  # copies are made of the base, and follow
-                    for _ in self.tensors(self._open(base.version, None), {}):
-                        pass
-                return
-        if based and self._base is not None:
-            same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
-            pairs = self._base() if mirrored else ()
-            self.mirror = {name: _copied(tensor) for name, tensor in pairs if name in mirrored}
-            self.held, self._params = (origin.base_run_id, 0), _by_name(params)
+                known += [] if base is None else [((base.run_id, base.version), partial(getattr, base, "hex_digests"))]
+        if based:
+            known.append(((origin.base_run_id, 0), partial(getattr, origin, "hex_base_digests")))
+        # Tensors without a digest may be those of any version that has the others: the oldest is safe to begin at.
+        order = reversed(known) if unread else known
+        alike = (one for one, of in order if all(own.get(name, digest) == digest for name, digest in of().items()))
+        held = next(alike, None)
+        if held is None:
+            if based:
+                same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
+            return
+        if mirrored and held[1]:  # copies are made of the base, and follow
+            for _ in self.tensors(self._open(held[1], None), {}):
+                pass
+        elif mirrored and self._base is not None:
+            self.mirror = {name: _copied(tensor) for name, tensor in self._base() if name in mirrored}
+        self.held, self._params = held, _by_name(params)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
