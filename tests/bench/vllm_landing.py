@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.runner import seconds
 from torchrl_ext.data.deltas.streams import StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, units
+from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.vllm.model import VLLMModel
@@ -42,13 +42,13 @@ _BLOCK = 1 << 22  # units of a range, as transports cut streams
 class _Step:
     """What `Patchable.stage` uses of a transport's changes, of tensors of one dtype."""
 
-    def __init__(self, own: list[SparsePatch]) -> None:
+    def __init__(self, own: list[StreamPatch]) -> None:
         self.own = own
         self.digests: Mapping[str, str] = {}  # nothing to compare with: digests are still computed
         table = ParamTable.of(patch.meta for patch in own)
         (stream,) = table.streams
         firsts = zip(stream.first[:-1], stream.params.tolist(), strict=True)
-        positions = np.concatenate([first + own[param].indices for first, param in firsts])
+        positions = np.concatenate([first + own[param].positions for first, param in firsts])
         values = np.concatenate([own[param].values for param in stream.params.tolist()])
         self._ranges: list[StreamPatch] = []
         for start in range(0, stream.size, _BLOCK):
@@ -71,7 +71,7 @@ class _Step:
         for patch in self.own:
             values = torch.from_numpy(patch.values.view(np.int16))
             flat = tensors[patch.meta.name].view(torch.int16).view(-1)
-            writes.append((flat, torch.from_numpy(patch.indices).long(), values))
+            writes.append((flat, torch.from_numpy(patch.positions).long(), values))
 
         def put() -> None:
             for flat, where, values in writes:
@@ -128,14 +128,14 @@ def _measure(model: Any, loader: EngineLoader, tensors: dict[str, Tensor], repea
 def _steps(tensors: dict[str, Tensor]) -> tuple[_Step, _Step]:
     """The last bit of 1 % of the elements flipped, and flipped back."""
     generator = np.random.default_rng(0)
-    forth: list[SparsePatch] = []
-    back: list[SparsePatch] = []
+    forth: list[StreamPatch] = []
+    back: list[StreamPatch] = []
     for name, tensor in tensors.items():
-        old, meta = units(tensor), ParamMeta.of(name, tensor)
+        old, table = units(tensor), ParamTable.of([ParamMeta.of(name, tensor)])
         where = np.flatnonzero(generator.random(old.size, np.float32) < 0.01).astype(np.int32)
         if where.size:
-            forth.append(SparsePatch(meta, where, old[where] ^ 1))
-            back.append(SparsePatch(meta, where, old[where]))
+            forth.append(StreamPatch.of(table, name, where, old[where] ^ 1, False))
+            back.append(StreamPatch.of(table, name, where, old[where], False))
     return _Step(forth), _Step(back)
 
 
@@ -144,7 +144,7 @@ def _theirs(step: _Step) -> list[CheckpointWeightPatch]:
     for patch in step.own:
         values, where = (
             torch.from_numpy(patch.values.view(np.int16)).view(torch.bfloat16),
-            torch.from_numpy(patch.indices),
+            torch.from_numpy(patch.positions),
         )
         found.append(CheckpointWeightPatch(patch.meta.name, patch.meta.shape, patch.meta.dtype, values, where))
     return found

@@ -573,8 +573,7 @@ def reverting_changes(
             where = chosen_positions(name, tensor).numpy()
             where = where if sparse(name) and not meta.dtype.is_complex else where[:1]
             if where.size and wanted(name):
-                table = ParamTable.of((meta,))
-                yield StreamPatch(table, 0, 0, table.streams[0].size, where, units(tensor)[where], steps=False)
+                yield StreamPatch.of(ParamTable.of((meta,)), name, where, units(tensor)[where])
 
     def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         wanted = frozenset(names)

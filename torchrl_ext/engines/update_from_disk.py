@@ -32,7 +32,7 @@ from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.folders import version_number
 from torchrl_ext.data.stores.opening import admit, open_store
 from torchrl_ext.data.transports.disk import SharedRoot
-from torchrl_ext.data.versions.open_delta import needs_old
+from torchrl_ext.data.versions.open_route import needs_old
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -1,17 +1,16 @@
 """Changes land where a loader would have put them: whatever it narrows, turns, stacks and fuses."""
 
-import numpy as np
 import pytest
 import torch
 
-from tests.data.deltas.data import random_bits, steps_of
+from tests.data.deltas.data import diff, random_bits, steps_of
+from tests.data.deltas.data import patch_of as made
 from tests.data.landing.changes import Listed
 from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import loops, torch_ops
-from torchrl_ext.data.deltas.table import StepPatch, diff
 from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
@@ -95,7 +94,7 @@ def patch_of(kind, meta, old, new):
     if kind == "sparse":
         return diff(meta, old, new)
     positions, steps = steps_of(old, new)
-    return StepPatch(meta, positions.astype(np.int32), steps)
+    return made(meta, positions, steps, steps=True)
 
 
 def held_digest(pieces):
@@ -271,7 +270,7 @@ def test_staged_patch_is_compact_and_lands_in_its_piece(threads, density, monkey
     change, patcher = step(old, new), Patcher(pieces)
     patcher.stage(change)
     values = sum(patch.values.nbytes for patch in change._patches)
-    indices = sum(patch.indices.nbytes for patch in change._patches)
+    indices = sum(patch.positions.nbytes for patch in change._patches)
     assert values <= patcher.staged_bytes <= 2 * (indices + values)
     patcher.commit()
     assert not patcher.staged_bytes

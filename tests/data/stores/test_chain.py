@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import torchrl_ext as tx
 from torchrl_ext.base.errors import IntegrityError, StoreError
-from torchrl_ext.data.deltas.blocks import make_codec
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.delta_manifest import BLOCKS, DIGEST
@@ -210,8 +210,14 @@ def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
     store.own()
     chain, own = Chain(store), {"w": torch.zeros(20)}
     writer = ChainWriter(
-        store, chain, "r", Owned(make_codec("ulp"), FullWriter(1 << 20)), keyframe_every=3, base=None, keep_files=False,
-    )  # fmt: skip
+        store,
+        chain,
+        "r",
+        Owned(encodings.make("ulp"), FullWriter(1 << 20)),
+        keyframe_every=3,
+        base=None,
+        keep_files=False,
+    )
     for version in range(1, 9):
         own["w"][version] += 1
         writer.publish(MappingSource(own), version)

@@ -130,7 +130,7 @@ class Announced:
     def __init__(self, arrival, pairs):
         self._arrival, self._pairs = arrival, pairs
 
-    def get(self, within):
+    def next(self, within):
         return self._arrival
 
     def receive(self, arrival, into, within):
@@ -156,4 +156,4 @@ def test_any_announcement_gives_a_version_or_our_own_error(version, files, pairs
         broadcast.fetch(Deadline(0.0))
         assert store.list() == ["latest", version_name(version)]
     except WeightSyncError:
-        assert not store.list() and not broadcast.full.tensors
+        assert not store.list() and not broadcast.kept.tensors

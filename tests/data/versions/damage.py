@@ -20,14 +20,14 @@ import zstandard
 
 from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
 from torchrl_ext.base.errors import ManifestError, WeightSyncError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.delta_manifest import END, DeltaManifest
 from torchrl_ext.data.stores.folders import Version, version_name
 from torchrl_ext.data.stores.manifest import MANIFEST, read_manifest
 from torchrl_ext.data.stores.store import MemoryStore
-from torchrl_ext.data.transports.broadcast import KeptTensors
+from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned
 from torchrl_ext.data.versions.writer import ChainWriter
@@ -102,7 +102,7 @@ class Published:
 
 def published(encoding: str, old: Tensors = OLD, new: Tensors = NEW) -> Published:
     """Return the delta from one model to another."""
-    codec = make_codec(encoding)
+    codec = encodings.make(encoding)
     store, block_units = MemoryStore(), streams.BLOCK_UNITS
     own = Owned(codec, KeptTensors())
     writer = ChainWriter(store, Chain(store), "r", own, keyframe_every=0, base=None, keep_files=True)

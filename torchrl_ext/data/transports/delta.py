@@ -20,8 +20,8 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, TransportError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.deltas.blocks import codec_from_json, encodings, make_codec
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
@@ -30,12 +30,13 @@ from torchrl_ext.data.stores.folders import version_name
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.data.transports.broadcast import Broadcast, KeptTensors, announce
+from torchrl_ext.data.transports.broadcast import Broadcast, send
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.data.transports.disk import VISIBLE_S, Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.versions.full import FullWriter
+from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned, steps
 from torchrl_ext.data.versions.reader import ChainReader
@@ -55,13 +56,13 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
 
     Attributes:
         needs_base: deltas are decoded with all old bytes, of which workers keep a copy then.
-        codec: the encoding; None where it is not known, of a root that a caller names.
+        encoding: its name; "" where it is not known, of a root that a caller names.
         base: the checkpoint on which the first version is a delta.
         group: the offer of the collective transport that broadcasts them.
     """
 
     needs_base: bool = False
-    codec: Info | None = None
+    encoding: str = ""
     base: str | None = None
     group: Info | None = None
     root: str | None = None
@@ -94,51 +95,23 @@ class DeltaReader(StandaloneEnd):
         self._store = store
         self._chain = Chain(store)
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
-        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.full.open)
+        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.kept.open)
         self._reader.want(slices or {})
         self._reader.retain(copies)
         self._opened: OpenRoute | None = None
 
-    @classmethod
-    def joined(cls, offer: DeltaOffer, here: Worker, within: Deadline) -> DeltaReader:
-        """Return the end of worker ``here``, connected to the trainer that made the offer.
-
-        Raises:
-            StoreError: its root cannot be seen from here.
-        """
-        group = None
-        if offer.group is None:
-            root = offer.root or ""
-            store = open_store(root)
-            invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer)
-            invitation.find(store, within)
-        else:
-            store = MemoryStore()
-            group = VLLMCollectiveTransport.join(offer.group, here, within)
-        made = cls(
-            store,
-            offer.base,
-            group=group,
-            copies=lambda name: offer.needs_base or here.copies(name),
-            slices=here.slices,
-        )
-        if offer.codec is not None:
-            compile_loops(codec_from_json(offer.codec), here.params)
-        return made
-
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
-        return self._reach(version, partial(self._changes, version, held), within)
+        def found() -> Changes | None:
+            changes = None
+            if held is not None:
+                if self._reader.held is None:
+                    self._reader.adopt(version, held)
+                changes = self._reader.changes(version)
+            if changes is None:  # it has to be read in full
+                self._pin(self._reader.open(version))
+            return changes
 
-    def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None) -> Changes | None:
-        """Return the changes that lead to a version; None where it has to be read in full, which is open then."""
-        if held is not None:
-            if self._reader.held is None:
-                self._reader.adopt(version, held)
-            changes = self._reader.changes(version)
-            if changes is not None:
-                return changes
-        self._pin(self._reader.open(version))
-        return None
+        return self._reach(version, found, within)
 
     def landed(self, staged: Changes) -> None:
         self._reader.advance(staged)
@@ -293,7 +266,7 @@ class DeltaTransport(StandaloneTransport):
             raise ConfigError(
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
             )
-        self._codec = make_codec(encoding)
+        self._codec = encodings.make(encoding)
         run_id = uuid.uuid4().hex
         self._store: Store
         full: FullWriter
@@ -322,7 +295,6 @@ class DeltaTransport(StandaloneTransport):
             one_owner=not self._store.joined or self._codec.container != BLOCKS,
             timeout_s=timeout_s,
         )
-        self._probed = False  # workers look for a probe until the first update
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
@@ -337,7 +309,7 @@ class DeltaTransport(StandaloneTransport):
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin()
         compile_loops(
-            self._codec, [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()]
+            self._codec.name, [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()]
         )
         if self._group is not None:
             self._group.init_all_workers_group({})  # versions are sent, whatever the model
@@ -351,14 +323,14 @@ class DeltaTransport(StandaloneTransport):
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
         offer = DeltaOffer(
             needs_base=self._codec.whole_base,
-            codec=self._codec.to_json(),
+            encoding=self._codec.name,
             base=self._base,
             group=opening.info if self._group is not None else None,
             **(self._shared.invite() if self._group is None else {}),
         )
 
         def transfer(within: Deadline) -> None:
-            compile_loops(self._codec, params)  # while workers do so, too
+            compile_loops(self._codec.name, params)  # while workers do so, too
             opening.transfer(within)
 
         return Handoff(info=offer.to_json(), transfer=transfer)
@@ -366,7 +338,6 @@ class DeltaTransport(StandaloneTransport):
     def _begin(self) -> None:
         if self._group is not None:
             self._writer.restart()  # workers may be new, and hold no version
-        self._probed = True
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         if self._group is not None and self._group.rank:
@@ -375,9 +346,7 @@ class DeltaTransport(StandaloneTransport):
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )
-        if self._probed:  # workers that joined have found the probe
-            self._probed = False
-            self._shared.clear()
+        self._shared.clear()  # workers that joined have found the probe
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()
         began, stats = time.perf_counter(), TransferStats()
@@ -395,7 +364,7 @@ class DeltaTransport(StandaloneTransport):
         stats.spans.since("publish", began)
         if self._group is None:
             return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
-        ahead = partial(announce, self._group, self._store, self._kept, update.version)
+        ahead = partial(send, self._group, self._store, self._kept, update.version)
         return Handoff(ahead=ahead, served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
 
     def rank_steps(self, source: WeightSource) -> Steps:
@@ -407,6 +376,10 @@ class DeltaTransport(StandaloneTransport):
     def check_connection(self) -> bool:
         reached = self._store.available() if self._group is None else self._group.check_connection()
         return self._connected and reached
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -430,7 +403,17 @@ class DeltaTransport(StandaloneTransport):
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:
-        return DeltaReader.joined(DeltaOffer.from_json(info, "the offer of a delta transport"), here, within)
+        offer = DeltaOffer.from_json(info, "the offer of a delta transport")
+        if offer.encoding:
+            compile_loops(offer.encoding, here.params)
+        store: Store = MemoryStore()
+        group = None if offer.group is None else VLLMCollectiveTransport.join(offer.group, here, within)
+        if group is None:
+            root = offer.root or ""
+            store = open_store(root)
+            Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer).find(store, within)
+        copies, slices = lambda name: offer.needs_base or here.copies(name), here.slices
+        return DeltaReader(store, offer.base, group=group, copies=copies, slices=slices)
 
 
 def _kinds(delta: DeltaManifest) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 import xxhash
 
 from torchrl_ext.base.errors import StoreError
-from torchrl_ext.base.types import Info
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
 from torchrl_ext.data.stores.folders import BESIDE, RunVersion, version_name
@@ -144,11 +143,11 @@ class ChainWriter:
 
     def _delta(self, written: Sequence[Written], version: int, base: RunVersion, before: np.ndarray) -> DeltaManifest:
         """Return the manifest of what the ranks wrote."""
-        codecs, files, rows, placed = list[Info](), dict[str, int](), list[np.ndarray](), dict[str, str]()
+        kinds, files, rows, placed = list[str](), dict[str, int](), list[np.ndarray](), dict[str, str]()
         for one in written:
-            codecs += [codec for codec in one.codecs if codec not in codecs]
+            kinds += [kind for kind in one.kinds if kind not in kinds]
             own = np.frombuffer(one.blocks, BLOCK).copy()
-            own["codec"] = np.array([codecs.index(codec) for codec in one.codecs], np.uint32)[own["codec"]]
+            own["codec"] = np.array([kinds.index(kind) for kind in one.kinds], np.uint32)[own["codec"]]
             own["file"] += len(files)
             files |= one.files
             placed |= one.placed
@@ -160,7 +159,7 @@ class ChainWriter:
             run_id=self._run_id,
             base_run_id=base[0],
             container=self._own.codec.container,
-            codecs=tuple(codecs),
+            codecs=tuple({"name": kind} for kind in kinds),
             files=files,
             table=self._own.table,
             changed=np.add.reduce([np.frombuffer(one.changed, DIGEST) for one in written]),
