@@ -70,10 +70,10 @@ def test_other_processes_join_a_draft_until_it_ends(store):
         with pytest.raises(StoreError):
             other.join(there)
     with store.draft("weight_v000001") as draft:
-        other.join(draft.place).write("delta/two", b"2")
+        other.join(draft.place).write("two", b"2")
     with pytest.raises(StoreError, match="abandoned"):
         other.join(draft.place)
-    assert store.get("weight_v000001/delta/two") == b"2"
+    assert store.get("weight_v000001/two") == b"2"
 
 
 def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):

@@ -63,7 +63,7 @@ def test_parts_of_values_come_back(store):
 def test_a_draft_is_there_as_a_whole_or_not_at_all(store):
     def write(draft):
         draft.write("one", b"1")
-        draft.write("delta/two", b"2")
+        draft.write("two", b"2")
 
     store.own()
     with pytest.raises(ValueError, match="half-way"), store.draft("weight_v000001") as draft:
@@ -73,8 +73,8 @@ def test_a_draft_is_there_as_a_whole_or_not_at_all(store):
     with store.draft("weight_v000001") as draft:  # another attempt under the same number
         write(draft)
         draft.write("manifest.json", b"{}")
-    assert store.list("weight_v000001") == ["delta", "manifest.json", "one"]
-    assert store.get("weight_v000001/delta/two") == b"2"
+    assert store.list("weight_v000001") == ["manifest.json", "one", "two"]
+    assert store.get("weight_v000001/two") == b"2"
     with pytest.raises(StoreError, match="exists already"), store.draft("weight_v000001"):
         raise AssertionError("the block ran")
     store.disown()

@@ -16,12 +16,11 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import VERSIONS, Count, ParamMeta, Wire
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import BESIDE, version_name
-from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.stores.manifest import MANIFEST, FilePlace, Manifest, version_name
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.transports.base import Arrival, Update
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.versions.full import FilePlace, FullWriter
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.weights.digests import Digests
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 
@@ -75,16 +74,12 @@ class KeptTensors(FullWriter):
         draft: Draft,
         files: Mapping[str, bytes],
         version: int,
-        run_id: str,
         params: Sequence[ParamMeta],
         placed: Mapping[str, FilePlace],
         sizes: Mapping[str, int],
-    ) -> Manifest:
-        """Write a manifest of the tensors."""
-        rows = (Placed(meta=meta, file=_PLACE, checksum=placed[meta.name][1]) for meta in params)
-        manifest = Manifest(version=version, run_id=run_id, params=tuple(rows), files=dict(sizes))
-        draft.write(MANIFEST, manifest.to_bytes())
-        return manifest
+    ) -> dict[str, int]:
+        """Return the sizes: nothing stands beside the tensors."""
+        return dict(sizes)
 
     def open(self, number: int, manifest: Manifest) -> _Keyframe:
         """Verify a keyframe, and open it for reading.
@@ -92,21 +87,17 @@ class KeptTensors(FullWriter):
         Raises:
             IntegrityError: a tensor is damaged, or not here (any more); names it.
         """
-        for one in manifest.params:
-            tensor = self.tensors.get(one.meta.name)
-            if (
-                tensor is None
-                or ParamMeta.of(one.meta.name, tensor) != one.meta
-                or self.digests.get(one.meta.name) != one.checksum
-            ):
+        for meta, (_, digest) in zip(manifest.params, manifest.full or (), strict=True):
+            tensor = self.tensors.get(meta.name)
+            if tensor is None or ParamMeta.of(meta.name, tensor) != meta or self.digests.get(meta.name) != digest:
                 fault = "is not in memory any more" if tensor is None else "came damaged over the group"
                 raise IntegrityError(
-                    f"tensor {one.meta.name!r} of version {number} {fault}",
-                    expected=f"{one.meta} with digest {one.checksum}",
+                    f"tensor {meta.name!r} of version {number} {fault}",
+                    expected=f"{meta} with digest {digest}",
                     state="nothing of the version was used",
                     hint="send again: after an update that failed, the next version is sent in full",
                 )
-        return _Keyframe(tuple(one.meta for one in manifest.params), self.tensors)
+        return _Keyframe(manifest.params, self.tensors)
 
 
 class _Keyframe:
@@ -145,7 +136,7 @@ def announce(group: VLLMCollectiveTransport, store: Store, full: KeptTensors, ve
         TransportError, DeadlineError: a worker is gone or does not answer; names its rank.
     """
     folder = version_name(version)
-    files = {name: store.get(f"{folder}/{name}") for name in store.list(folder) if name != BESIDE}
+    files = {name: store.get(f"{folder}/{name}") for name in store.list(folder)}
     packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
     source = MappingSource({**full.tensors, FILES: packed})
     handoff = group.prepare(Update(source=source, version=version), within)

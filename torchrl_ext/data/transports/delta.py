@@ -25,14 +25,14 @@ from torchrl_ext.data.deltas.blocks import codec_from_json, encodings, make_code
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.follower import VISIBLE_S
+from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest, version_name
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.broadcast import Broadcast, KeptTensors, announce
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.transports.disk import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.data.transports.disk import Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.versions.full import FullWriter

@@ -13,7 +13,7 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.data.deltas.blocks import KINDS, BlockCodec
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_bytes
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
+from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.versions.payloads import Payloads
 from torchrl_ext.data.weights.blocks import Block
 

@@ -19,9 +19,7 @@ from torchrl_ext.data.deltas.blocks import codec_from_json
 from torchrl_ext.data.deltas.streams import StreamPatch, decode_tensors, fold, worker_threads
 from torchrl_ext.data.deltas.table import apply_patch, units
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.stores.folders import RunVersion
-from torchrl_ext.data.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.data.stores.manifest import BLOCKS, MANIFEST, DeltaManifest, Manifest, RunVersion
 from torchrl_ext.data.versions.open_delta import OpenDelta, Range, Wanted, needs_old
 from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
 from torchrl_ext.data.weights.digests import position_digest

@@ -20,9 +20,9 @@ from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.kernels import flat_bits
 from torchrl_ext.data.deltas.streams import differences, find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_bytes
-from torchrl_ext.data.stores.delta_manifest import DIGEST
+from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
-from torchrl_ext.data.versions.full import FilePlace, FullWriter
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.payloads import BlockFiles, FileEncoding, code
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest, position_digest

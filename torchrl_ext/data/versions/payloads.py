@@ -17,8 +17,7 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.streams import Found
 from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_of
-from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManifest
 from torchrl_ext.data.stores.store import Store
 
 __all__ = [

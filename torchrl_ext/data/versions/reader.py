@@ -14,8 +14,7 @@ from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.table import Patch, apply_patch
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import RunVersion
-from torchrl_ext.data.stores.manifest import DeltaManifest
+from torchrl_ext.data.stores.manifest import DeltaManifest, RunVersion, version_name
 from torchrl_ext.data.versions.full import PublishedVersion
 from torchrl_ext.data.versions.open_delta import Wanted
 from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
@@ -121,7 +120,7 @@ class ChainReader:
                 version = self.chain.version(number)
                 if version.delta is None:
                     return
-                yield f"{self.chain.store.url}/{version.folder}", version.delta
+                yield f"{self.chain.store.url}/{version_name(number)}", version.delta
                 number = version.delta.base_version if version.full is None else 0
 
     def unseen(self, received: int) -> int:
