@@ -251,17 +251,13 @@ class LocalStore(Store):
             said = f"cannot {what} {path}: {error.strerror or error}"
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
                 raise StoreError(said, hint="check that the path exists and may be written by this user") from error
-            expected, free = f"{needed:,} bytes free under {self.root}", 0
+            free, cause = 0, ""
             with suppress(OSError):  # the root is gone
                 free = _free(self.root)
-            if free and free < needed:
-                expected += f", found {free:,}"
-            elif free:  # the size of a version is not always known beforehand
-                room = f"room for {needed:,} bytes" if needed else "room for one more version"
-                expected = (
-                    f"{room} under {self.root}, where {free:,} bytes are free, so a quota or a limit on file sizes may "
-                    "be the cause"
-                )
+            if free > needed:  # whose size is not always known beforehand
+                cause = ", so a quota or a limit on file sizes may be the cause"
+            room = f"room for {needed:,} bytes" if needed else "room for one more version"
+            expected = f"{room} under {self.root}, where {free:,} bytes are free{cause}"
             raise StoreError(
                 said,
                 expected=expected,

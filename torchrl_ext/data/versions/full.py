@@ -31,8 +31,8 @@ from torchrl_ext.data.weights.source import WeightSource, checked
 __all__ = ["FullWriter", "PublishedVersion", "write_shards"]
 
 _BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
-_BUFFER_BYTES = 128 << 10  # of a file: small tensors are written together
-_IN_FLIGHT_BYTES = 64 << 20
+_BUFFER_BYTES = 128 << 10  # of a file
+_SMALL_BYTES = 16 << 10  # of a tensor: smaller ones are copied together, as a view of each would cost more
 _INDEX = "model.safetensors.index.json"
 
 _Item = TypeVar("_Item")
@@ -40,17 +40,16 @@ _Pairs = Iterator[tuple[ParamMeta, Tensor]]
 _Placed = tuple[ParamMeta, str, str]  # with its file, and its checksum
 
 
-def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs, *, in_flight_bytes: int) -> dict[str, str]:
+def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[str, str]:
     """Write ``pairs`` into ``shards`` under ``folder``, durably.
 
-    Tensors on the CPU are written from their own memory, where `safetensors.torch.save_file` copies them first; and
-    what a source gathers or copies is freed as soon as it is written, where that needs a whole shard.
+    Tensors on the CPU are written from their own memory, where `safetensors.torch.save_file` copies them first. What a
+    source gathers or copies is freed as soon as it is written: two batches of `_BATCH_BYTES`, or two tensors, are held.
 
     Args:
         folder: where the files go.
         shards: layouts whose parameters, one shard after the other, are those of ``pairs``.
         pairs: `(meta, tensor)` in order.
-        in_flight_bytes: bound on the bytes handed over and not yet written (or one batch).
 
     Returns:
         xxh3-128 of each tensor's bytes, as 32 hex digits, by name.
@@ -58,32 +57,25 @@ def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs, *, in_fl
     Raises:
         OSError: a write failed; the files are incomplete.
     """
-    checksums, waiting, in_flight = dict[str, str](), deque[tuple[Future[None], int]](), 0
-    writer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-write")  # two would wait for one inode's lock
-    syncer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-fsync")  # while the next shard is written
-    synced = list[Future[None]]()
-    with ExitStack() as files:
-        try:
-            for shard in shards:
-                file = files.enter_context(open(folder / shard.name, "xb", buffering=_BUFFER_BYTES))
-                file.write(shard.header)
-                coming = ((meta, tensor.detach().cpu()) for meta, tensor in islice(pairs, len(shard.params)))
-                for batch in _batches(coming, lambda pair: pair[1].nbytes):
-                    nbytes = sum(tensor.nbytes for _, tensor in batch)
-                    while waiting and (waiting[0][0].done() or in_flight + nbytes > in_flight_bytes):
-                        future, done = waiting.popleft()
-                        future.result()
-                        in_flight -= done
-                    waiting.append((writer.submit(_write_batch, file, shard.offsets, batch, checksums), nbytes))
-                    in_flight += nbytes
-                    del batch  # the writer alone holds on to it
-                synced.append(syncer.submit(_sync, file, writer.submit(file.flush)))
-            next(pairs, None)  # lets the source say that it has more than it declared
-            for future in (*(future for future, _ in waiting), *synced):
-                future.result()
-        finally:
-            writer.shutdown(cancel_futures=True)
-            syncer.shutdown(cancel_futures=True)
+    checksums, synced = dict[str, str](), list[Future[None]]()
+    with (
+        ExitStack() as files,
+        ThreadPoolExecutor(1, "torchrl-ext-write") as writer,  # two would wait for one inode's lock
+        ThreadPoolExecutor(1, "torchrl-ext-fsync") as syncer,  # while the next shard is written
+    ):
+        for shard in shards:
+            file = files.enter_context(open(folder / shard.name, "xb", buffering=_BUFFER_BYTES))
+            written = writer.submit(file.write, shard.header)
+            coming = ((meta, tensor.cpu()) for meta, tensor in islice(pairs, len(shard.params)))
+            for batch in _batches(coming, lambda pair: pair[1].nbytes):
+                written.result()
+                written = writer.submit(_write_batch, file, shard.offsets, batch, checksums)
+                del batch  # the writer alone holds on to it
+            written.result()
+            synced.append(syncer.submit(_sync, file))
+        next(pairs, None)  # lets the source say that it has more than it declared
+        for future in synced:
+            future.result()
     return checksums
 
 
@@ -113,22 +105,39 @@ def _write_batch(
     """
     at = file.tell()
     while batch:
-        meta, tensor = batch.pop(0)
-        view, hasher = byte_view(tensor).numpy().data, xxhash.xxh3_128()
-        if at != offsets[meta.name]:
-            at = file.seek(offsets[meta.name])
-        for begin in range(0, len(view), CHUNK_BYTES):
-            chunk = view[begin : begin + CHUNK_BYTES]
-            hasher.update(chunk)
-            file.write(chunk)
-        at += len(view)
-        checksums[meta.name] = hasher.hexdigest()
-        del tensor, view, chunk
+        run = [batch.pop(0)]
+        begin = offsets[run[0][0].name]
+        if at != begin:
+            file.seek(begin)
+        at = begin + run[0][1].nbytes
+        while batch and max(run[-1][1].nbytes, batch[0][1].nbytes) < _SMALL_BYTES:
+            meta, tensor = batch[0]
+            if offsets[meta.name] != at or tensor.dtype != run[0][1].dtype:
+                break
+            run.append(batch.pop(0))
+            at += tensor.nbytes
+        flat = run[0][1] if len(run) == 1 else torch._utils._flatten_dense_tensors([tensor for _, tensor in run])
+        view = byte_view(flat).numpy().data
+        if len(run) == 1:
+            checksums[run[0][0].name] = _put(file, view)
+            continue
+        file.write(view)
+        for meta, tensor in run:
+            first = offsets[meta.name] - begin
+            checksums[meta.name] = xxhash.xxh3_128_hexdigest(view[first : first + tensor.nbytes])
 
 
-def _sync(file: BinaryIO, flushed: Future[None]) -> None:
-    """Flush a file to the device, when all of it was written."""
-    flushed.result()
+def _put(file: BinaryIO, view: memoryview) -> str:
+    """Write a tensor, chunk by chunk, and return its checksum."""
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, len(view), CHUNK_BYTES):
+        hasher.update(chunk := view[begin : begin + CHUNK_BYTES])
+        file.write(chunk)
+    return hasher.hexdigest()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
     os.fsync(file.fileno())
     file.close()
 
@@ -193,8 +202,7 @@ class FullWriter:
         if total > len(shards):
             names = (f"model-{first + at:05d}-of-{total:05d}.safetensors" for at in range(1, len(shards) + 1))
             shards = [replace(shard, name=name) for shard, name in zip(shards, names, strict=True)]
-        in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
-        sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
+        sums = write_shards(draft.path, shards, pairs)
         placed = {meta.name: (shard.name, sums[meta.name]) for shard in shards for meta in shard.params}
         return placed, {shard.name: shard.nbytes for shard in shards}
 
