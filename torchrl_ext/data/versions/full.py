@@ -65,7 +65,8 @@ def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[
     ):
         for shard in shards:
             file = files.enter_context(open(folder / shard.name, "xb", buffering=_BUFFER_BYTES))
-            written = writer.submit(file.write, shard.header)
+            file.write(shard.header)
+            written = writer.submit(file.flush)
             coming = ((meta, tensor.cpu()) for meta, tensor in islice(pairs, len(shard.params)))
             for batch in _batches(coming, lambda pair: pair[1].nbytes):
                 written.result()
