@@ -56,7 +56,7 @@ def test_an_announced_version_is_waited_for(chain):
     publish(chain, 1, "another")  # under the same number, in the same place
     assert Follower(chain).reach(1, chain.version, Deadline(0.0)).run_id == "another"
     with pytest.raises(StoreError, match=r"no version 2, and none came.*newest here is 1"):
-        Follower(chain).reach(2, chain.version, Deadline(0.0))
+        Follower(chain).reach(2, chain.version, Deadline(0.01))
     stopped = Deadline(WAIT_S)
     stopped.stop.set()
     with pytest.raises(TransportError, match="no version 2"):

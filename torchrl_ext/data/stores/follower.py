@@ -59,7 +59,7 @@ class Follower:
         Args:
             version: its number.
             open_version: as in `newer`.
-            within: ends the wait, for which `VISIBLE_S` is enough on a filesystem.
+            within: ends the wait, for which `VISIBLE_S` is enough on a filesystem; 0 seconds where there is none.
 
         Raises:
             StoreError: it did not come, or is not there any more.
@@ -77,7 +77,7 @@ class Follower:
         if within.stop.is_set():
             raise within.error(what, state="nothing was read") from missing
         raise StoreError(
-            f"{what}, and none came within {within.timeout_s:.3g} s",
+            f"{what}, and none came within {within.timeout_s:.3g} s" if within.timeout_s else what,
             expected=f"{version_name(version)}; the newest here is {self.chain.latest()}",
             state="nothing was read",
             hint="send the weights again",

@@ -254,11 +254,14 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
     Raises:
         ValueError: or another one of `HEADER_DAMAGE`; not every reader would understand the file alike.
     """
-    raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=dict[str, str])
+    raw = msgspec.json.decode(text, type=described(dict[str, msgspec.Raw]))
+    metadata = msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=described(dict[str, str]))
     entries, decode = dict[str, tuple[ParamMeta, int]](), msgspec.json.Decoder(described(_Row)).decode
     for name, text_of in raw.items():
-        row = decode(text_of)
+        try:
+            row = decode(text_of)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{name!r} is described by {bytes(text_of)[:200]!r}: {error}") from None
         if row.dtype not in _DTYPES:
             raise ValueError(f"{name!r} has dtype {row.dtype!r}, unknown to torch {torch.__version__}")
         meta, (begin, end) = ParamMeta(name, _DTYPES[row.dtype], row.shape), row.data_offsets
