@@ -204,10 +204,8 @@ class DiskTransport(StandaloneTransport):
         self._versions.advance(version)
         self._connected = True
         stats.spans.since("publish", began)
-        return Handoff(info=self._info(version), served=self._prune, stats=stats)
-
-    def _info(self, version: int) -> Info:
-        return {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        return Handoff(info=info, served=self._prune, stats=stats)
 
     def latest_version(self) -> int:
         return self._versions.newest()
