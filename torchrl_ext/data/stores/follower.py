@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar, final
 
 from torchrl_ext.base.deadline import Deadline
@@ -31,7 +30,7 @@ class Follower:
 
     def __init__(self, chain: Chain, looks: Callable[[Deadline], Iterator[object]] | None = None) -> None:
         self.chain = chain
-        self._looks = looks or partial(Deadline.pauses, shortest_s=0.005, longest_s=0.1)
+        self._looks = looks or (lambda within: within.pauses(shortest_s=0.005, longest_s=0.1))
 
     def newer(
         self, open_version: Callable[[int], _Opened], within: Deadline, seen: RunVersion | None = None
