@@ -162,6 +162,6 @@ def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
 @pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "morse"}]], ids=str)
 def test_manifest_without_a_known_file_encoding_is_refused(tmp_path, codecs):
     published(tmp_path, 2, encoding="deltas", keyframe_every=0)
-    rewrite(folder(tmp_path, 2) / "manifest.json", lambda document: document.update(codecs=codecs))
+    rewrite(folder(tmp_path, 2) / "manifest.json", lambda document: document["delta"].update(codecs=codecs))
     with pytest.raises(ManifestError, match=r"weight_v000002 (has an unknown encoding|is coded as)"):
         trainer_at(tmp_path).receive_weights(WAIT_S)

@@ -173,7 +173,7 @@ class ClientPort(Port):
 
     def port_for(self, info: Info) -> Port:
         """See `Port.port_for`; ConfigError if several deployments would take the same ranks in one group."""
-        if self._size is None and "root" not in info:  # workers that read files have no ranks
+        if self._size is None and "root" not in info["offer"]:  # workers that read files have no ranks
             found = self._workers()
             if len(found) > max(answer.get("workers", 1) for answer in found):
                 what = f"{self.url} reaches several deployments, whose workers would all join as the same ranks"

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 from msgspec import Struct
 
-from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import DeadlineError, StoreError, WeightSyncError, why
 from torchrl_ext.base.messages import Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.base.types import Info, decoded
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import version_number
+from torchrl_ext.data.stores.follower import Follower
+from torchrl_ext.data.stores.manifest import version_number
 from torchrl_ext.data.stores.opening import admit, open_store
 from torchrl_ext.data.transports.disk import SharedRoot
 from torchrl_ext.data.versions.open_route import needs_old
@@ -207,16 +208,15 @@ def _located(path: str) -> tuple[Chain, int]:
     given = Path(admit(path))
     version = version_number(given.name)
     chain = Chain(open_store(given if version is None else Path(admit(str(given.parent)))))
-    version = chain.latest() if version is None else version
-    try:
-        chain.version(version)
-    except FileNotFoundError as error:
+    follower, within = Follower(chain), Deadline(0.0)  # who asks has published, and may ask again
+    found = follower.newer(chain.version, within) if version is None else follower.reach(version, chain.version, within)
+    if found is None:
         raise StoreError(
-            f"{chain.store.url} holds no version{f' {version}' if version else ''}",
+            f"{chain.store.url} holds no version",
             state=_UNCHANGED,
             hint="publish every file of a version before you ask an engine to load it",
-        ) from error
-    return chain, version
+        )
+    return chain, found.version
 
 
 def _needs_base(chain: Chain) -> bool:

@@ -22,7 +22,7 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import MemoryStore
 from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.data.transports.broadcast import Broadcast

@@ -232,8 +232,6 @@ def _tensors(
             raise ValueError(f"its header would take {length} bytes of {len(view)}")
         body = view[8 + length :]
         found, metadata = parse_header(bytes(view[8 : 8 + length]), len(body))
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its metadata is not a mapping of strings")
     except HEADER_DAMAGE as error:
         raise _bad(where, str(error)) from None
     return metadata, {name: (meta, body[begin : begin + meta.nbytes]) for name, (meta, begin) in found.items()}

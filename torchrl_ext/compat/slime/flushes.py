@@ -9,7 +9,7 @@ from typing import final
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.compat.slime import first
 from torchrl_ext.data.deltas.streams import StreamPatch
-from torchrl_ext.data.stores.delta_manifest import DeltaManifest
+from torchrl_ext.data.stores.manifest import DeltaManifest
 from torchrl_ext.data.versions.payloads import FileEncoding, Files
 
 __all__ = ["Flushes", "deltas", "deltas_zstd", "indices"]

@@ -21,7 +21,7 @@ from torchrl_ext.data.deltas import tokens
 from torchrl_ext.data.deltas.streams import Found, StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, Unit, unit_of
 from torchrl_ext.data.deltas.tokens import Buffer, damaged
-from torchrl_ext.data.stores.delta_manifest import BLOCKS
+from torchrl_ext.data.stores.manifest import BLOCKS
 
 __all__ = ["KINDS", "BlockEncoding", "decode_block", "encode_block"]
 

@@ -15,8 +15,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import VERSIONS, Count, ParamMeta, Wire
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import BESIDE, version_name
-from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.manifest import MANIFEST, version_name
 from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.transports.base import Arrival, Update
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
@@ -54,7 +53,7 @@ def send(group: VLLMCollectiveTransport, store: Store, kept: KeptTensors, versio
             hint="rename it with WeightSender(mapper=...), or take carrier='disk'",
         )
     folder = version_name(version)
-    files = {name: store.get(f"{folder}/{name}") for name in store.list(folder) if name != BESIDE}
+    files = {name: store.get(f"{folder}/{name}") for name in store.list(folder)}
     packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
     source = MappingSource({**kept.tensors, FILES: packed})
     handoff = group.prepare(Update(source=source, version=version), within)

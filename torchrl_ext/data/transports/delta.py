@@ -10,7 +10,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar, final
@@ -25,14 +24,14 @@ from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
+from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.broadcast import Broadcast, send
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.transports.disk import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.data.transports.disk import Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.versions.full import FullWriter
@@ -45,10 +44,9 @@ from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import local_checkpoint
 from torchrl_ext.data.weights.source import WeightSource
 
-__all__ = ["DeltaOffer", "DeltaReader", "DeltaTransport"]
-
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
 _Taken = TypeVar("_Taken")
+
+__all__ = ["DeltaOffer", "DeltaReader", "DeltaTransport"]
 
 
 class DeltaOffer(Wire, frozen=True, kw_only=True):
@@ -99,9 +97,17 @@ class DeltaReader(StandaloneEnd):
         self._reader.want(slices or {})
         self._reader.retain(copies)
         self._opened: OpenRoute | None = None
+        self._follower = Follower(self._chain, None if self._broadcast is None else self._arrivals)
+
+    def _arrivals(self, within: Deadline) -> Iterator[None]:
+        """Yield whenever a broadcast may have brought another version, until the deadline."""
+        assert self._broadcast is not None
+        yield
+        while self._broadcast.fetch(within):
+            yield
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
-        def found() -> Changes | None:
+        def found(version: int) -> Changes | None:
             changes = None
             if held is not None:
                 if self._reader.held is None:
@@ -113,6 +119,17 @@ class DeltaReader(StandaloneEnd):
 
         return self._reach(version, found, within)
 
+    def _reach(self, version: int, take: Callable[[int], _Taken], within: Deadline) -> _Taken:
+        """Return what ``take`` finds: a filesystem may show a version late, and a broadcast takes a while."""
+        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
+        try:
+            return self._follower.reach(version, take, within)
+        except StoreError as error:
+            if self._broadcast is None:
+                raise
+            what, hint = f"weights version {version} did not come", "check that the trainer runs, and send again"
+            raise within.error(f"{what} from the trainer", state="nothing was changed", hint=hint) from error
+
     def landed(self, staged: Changes) -> None:
         self._reader.advance(staged)
         self._forget()
@@ -120,7 +137,7 @@ class DeltaReader(StandaloneEnd):
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         route, self._opened = self._opened, None
         if route is None or route.reached[1] != arrival.version:
-            route = self._reach(arrival.version, partial(self._reader.open, arrival.version), within)
+            route = self._reach(arrival.version, self._reader.open, within)
         try:
             yield from self._reader.tensors(route, into)
         except (FileNotFoundError, IntegrityError) as error:
@@ -130,53 +147,12 @@ class DeltaReader(StandaloneEnd):
         self._forget()
 
     def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        before = 0 if received is None else received.version
-        for _ in self._looks(within):
-            version = self._reader.unseen(before)
-            if version:
-                with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
-                    self._chain.known.clear()
-                    self._pin(route := self._reader.open(version))
-                    return Arrival(version=version, params=route.params)
-        return None
+        def opened(version: int) -> Arrival:
+            self._pin(route := self._reader.open(version))
+            return Arrival(version=version, params=route.params)
 
-    def _reach(self, version: int, take: Callable[[], _Taken], within: Deadline) -> _Taken:
-        """Return what ``take`` finds of a version, once that is here.
-
-        A shared filesystem may show a version late, and a broadcast takes a while.
-
-        Raises:
-            StoreError, DeadlineError, TransportError: the version did not come.
-        """
-        missing: FileNotFoundError | None = None
-        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
-        self._chain.known.clear()
-        for _ in self._looks(within):
-            try:
-                self._chain.version(version)
-                return take()
-            except FileNotFoundError as error:
-                missing = error
-        if self._broadcast is not None:
-            what = f"weights version {version} did not come from the trainer"
-            hint = "check that the trainer runs, and send again"
-            raise within.error(what, state="nothing was changed", hint=hint) from missing
-        raise StoreError(
-            f"{self._store.url} holds no version {version}, and none came within {within.timeout_s:g} s",
-            expected=f"{version_name(version)}; the newest here is {self._chain.latest()}",
-            state="nothing was read",
-            hint="send the weights again",
-        ) from missing
-
-    def _looks(self, within: Deadline) -> Iterator[None]:
-        """Yield whenever the store may have another version, until the deadline."""
-        if self._broadcast is None:
-            for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-                yield
-            return
-        yield
-        while self._broadcast.fetch(within):
-            yield
+        run = "" if self._reader.held is None else self._reader.held[0]
+        return self._follower.newer(opened, within, None if received is None else (run, received.version))
 
     def _pin(self, route: OpenRoute | None) -> None:
         if self._opened is not None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.stores.manifest import FilePlace, Manifest
 from torchrl_ext.data.stores.store import Draft
-from torchrl_ext.data.versions.full import FilePlace, FullWriter
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["KeptTensors"]
@@ -56,16 +56,12 @@ class KeptTensors(FullWriter):
         draft: Draft,
         files: Mapping[str, bytes],
         version: int,
-        run_id: str,
         params: Sequence[ParamMeta],
         placed: Mapping[str, FilePlace],
         sizes: Mapping[str, int],
-    ) -> Manifest:
-        """Write a manifest of the tensors."""
-        rows = (Placed(meta=meta, file=_PLACE, checksum=placed[meta.name][1]) for meta in params)
-        manifest = Manifest(version=version, run_id=run_id, params=tuple(rows), files=dict(sizes))
-        draft.write(MANIFEST, manifest.to_bytes())
-        return manifest
+    ) -> dict[str, int]:
+        """Return the sizes: nothing stands beside the tensors."""
+        return dict(sizes)
 
     def open(self, number: int, manifest: Manifest) -> KeptTensors:
         """Verify a keyframe, and return it open for reading (`torchrl_ext.data.versions.open_route.FullVersion`).
@@ -73,15 +69,15 @@ class KeptTensors(FullWriter):
         Raises:
             IntegrityError: a tensor is damaged, or not here (any more); names it.
         """
-        self._metas = tuple(one.meta for one in manifest.params)
-        for one in manifest.params:
-            tensor = self.tensors.get(one.meta.name)
-            sound = tensor is not None and ParamMeta.of(one.meta.name, tensor) == one.meta
-            if not sound or self.digests.get(one.meta.name) != one.checksum:
+        self._metas = manifest.params
+        for meta, (_, digest) in zip(manifest.params, manifest.full or (), strict=True):
+            tensor = self.tensors.get(meta.name)
+            sound = tensor is not None and ParamMeta.of(meta.name, tensor) == meta
+            if not sound or self.digests.get(meta.name) != digest:
                 fault = "is not in memory any more" if tensor is None else "came damaged over the group"
                 raise IntegrityError(
-                    f"tensor {one.meta.name!r} of version {number} {fault}",
-                    expected=f"{one.meta} with digest {one.checksum}",
+                    f"tensor {meta.name!r} of version {number} {fault}",
+                    expected=f"{meta} with digest {digest}",
                     state="nothing of the version was used",
                     hint="send again: after an update that failed, the next version is sent in full",
                 )

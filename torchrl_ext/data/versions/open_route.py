@@ -21,9 +21,7 @@ from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, units
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.stores.folders import RunVersion
-from torchrl_ext.data.stores.manifest import MANIFEST, Manifest
+from torchrl_ext.data.stores.manifest import BLOCKS, MANIFEST, DeltaManifest, Manifest, RunVersion
 from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest

@@ -19,9 +19,9 @@ from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.streams import find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
-from torchrl_ext.data.stores.delta_manifest import DIGEST
+from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
-from torchrl_ext.data.versions.full import FilePlace, FullWriter
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.payloads import DeltaFiles, FileEncoding
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest
@@ -40,14 +40,12 @@ class Order(Wire, frozen=True, kw_only=True):
         place: of the draft (`torchrl_ext.data.stores.store.Draft.place`).
         version: its number.
         base: the version on which it is a delta; None for a full version alone.
-        prefix: of the delta's files.
         keyframe: the version is a full one, also.
     """
 
     place: str
     version: Count
     base: Count | None
-    prefix: str
     keyframe: bool
 
 
@@ -288,7 +286,7 @@ class Owned:
         made = DeltaFiles(self.table, self.codec, self._rank, self._owners)
         with closing(find(self.table, olds, placed, made.code, threads=_threads(), follow=True)) as blocks:
             for name, data in made.files(order.version, blocks):
-                draft.write(order.prefix + name, data)
+                draft.write(name, data)
         self.digests = self.digests + made.words
         return Written(
             kinds=tuple(made.kinds),

@@ -14,8 +14,7 @@ from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.streams import Found, StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_of
-from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManifest
 from torchrl_ext.data.stores.store import Store
 
 __all__ = ["HELD_BYTES", "DeltaFiles", "FileEncoding", "Files", "Payloads", "incomplete"]

@@ -16,8 +16,7 @@ from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import units
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import RunVersion
-from torchrl_ext.data.stores.manifest import DeltaManifest
+from torchrl_ext.data.stores.manifest import DeltaManifest, RunVersion, version_name
 from torchrl_ext.data.versions.full import PublishedVersion
 from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, Wanted, same_base
 from torchrl_ext.data.weights.blocks import Block
@@ -122,17 +121,8 @@ class ChainReader:
                 version = self.chain.version(number)
                 if version.delta is None:
                     return
-                yield f"{self.chain.store.url}/{version.folder}", version.delta
+                yield f"{self.chain.store.url}/{version_name(number)}", version.delta
                 number = version.delta.base_version if version.full is None else 0
-
-    def unseen(self, received: int) -> int:
-        """Return the newest version; 0 where there is none, or it is ``received``, the one that was received last."""
-        run, newest = self.chain.head()
-        if newest != received or self.held is None:
-            return newest if newest != received else 0
-        if run not in ("", self.held[0]):
-            return newest
-        return 0
 
     def open(self, target: int) -> OpenRoute:
         """Open the route to ``target``, for `tensors` to read.
