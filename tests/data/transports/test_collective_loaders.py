@@ -14,7 +14,7 @@ from tests.processes import calling, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.group.process_group import HOST
+from torchrl_ext.data.group.carrier import HOST
 from torchrl_ext.data.transports.collective import buckets_of
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import any_bits

@@ -25,6 +25,7 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import json
 import os
 import secrets
 import select
@@ -47,7 +48,10 @@ from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyn
 from torchrl_ext.base.types import described
 from torchrl_ext.data.group.calls import in_time
 
-__all__ = ["LOST", "VALUE_BYTES", "Channel", "HostedStore", "KeyStore", "RemoteStore", "dial", "listen", "serve"]
+__all__ = [
+    "LONGEST_BYTES", "LOST", "VALUE_BYTES", "Channel", "HostedStore", "KeyStore", "RemoteStore", "close_in_children",
+    "dial", "listen", "serve",
+]  # fmt: skip
 
 LOST = "lost"
 """The key of the reason for which a store ended; the first one stays, and every rank learns of it."""
@@ -106,18 +110,20 @@ class Channel:
     @property
     def alive(self) -> bool:
         """Whether neither end has closed the connection, as its socket shows without a message."""
+        if self._connection.closed:
+            return False
         poll = select.poll()
         poll.register(self._connection.fileno(), _HUNG_UP)
         return not poll.poll(0)
 
     def send(self, message: Any, within: Deadline) -> None:
-        """Send a message of any kind that msgspec encodes.
+        """Send a message: a JSON object, or a struct of msgspec.
 
         Raises:
             NotConnectedError: the other end is gone.
             DeadlineError, TransportError: it does not read; the connection is closed, for it may have got a part.
         """
-        data = msgspec.json.encode(message)
+        data = _encoded(message)
         try:
             with self._writing:
                 self._limit(socket.SO_SNDTIMEO, within.left_s)
@@ -155,7 +161,7 @@ class Channel:
         except BlockingIOError:
             raise self._foreign("stopped in the middle of a message") from None
         except OSError as error:
-            if error.errno is None:  # of `Connection`, for a size
+            if error.errno is None and not self._connection.closed:  # of `Connection`, for a size
                 raise self._foreign(f"announces a message of more than {self.longest_bytes:,} bytes") from None
             raise self._gone(error) from error
 
@@ -234,7 +240,7 @@ class KeyStore(ABC):
             TransportError: it is too large, or there are too many values.
             NotConnectedError: the store ended.
         """
-        data = msgspec.json.encode(value)
+        data = _encoded(value)
         if len(data) > VALUE_BYTES or len(key) > _KEY_BYTES:
             raise TransportError(f"the value of {key[:99]!r} has {len(data)} bytes", expected=f"at most {VALUE_BYTES}")
         self._do(_Request(do="set", key=key, value=msgspec.Raw(data), keep=keep))
@@ -244,12 +250,18 @@ class KeyStore(ABC):
         self._do(_Request(do="drop", key=key))
 
     def collect(self, beginning: str, ranks: Iterable[int], within: Deadline) -> dict[int, Any]:
-        """Wait for the value of ``beginning + rank`` of each rank, and return the values that came by the deadline."""
-        found = {rank: self.find(f"{beginning}{rank}", within) for rank in ranks}
+        """Wait for the value of ``beginning + rank`` of each rank, and return those that came while the store lived."""
+        found: dict[int, Any] = {}
+        for rank in ranks:
+            with suppress(NotConnectedError):
+                found[rank] = self.find(f"{beginning}{rank}", within)
         return {rank: value for rank, value in found.items() if value is not None}
 
-    def lost(self) -> str:
-        """Return why the store ended; "" while it has not."""
+    def lost(self, within: Deadline | None = None) -> str:
+        """Return why the store ended, at the deadline at the latest; "" while it has not."""
+        while within is not None and not self._reason and not within.over:
+            with self._changed:
+                self._changed.wait(min(_SLICE_S, within.left_s))
         return self._reason
 
     @abstractmethod
@@ -311,9 +323,7 @@ class HostedStore(KeyStore):
             raise TransportError(
                 f"the trainer cannot listen at {where}: {_holder(host) if port is None else ''}{error}",
                 state="no group was formed, and nothing was sent",
-                hint="give both ends another channel name"
-                if port is None
-                else "pick another port, or 0 for a free one",
+                hint="pick another master_port, or 0 for a free one" if port else "give both ends another channel name",
             ) from error
         super().__init__(host, port if port is None else self._listener.getsockname()[1], secret)
         self._values: dict[str, msgspec.Raw] = {}
@@ -334,12 +344,9 @@ class HostedStore(KeyStore):
     def close(self, reason: str = "") -> None:
         if self._owner != os.getpid():
             return
-        self._do(_Request(do="set", key=LOST, value=_text(reason or "the trainer closed it"), keep=True))
+        self.set(LOST, reason or "the trainer closed it", keep=True)
         with self._changed:
             self._closed, peers = True, [*self._peers]
-        with suppress(OSError):  # it was closed
-            self._listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
-        self._listener.close()
         within = Deadline(_GOODBYE_S)
         for peer in peers:
             peer.answers.put(None)
@@ -376,16 +383,14 @@ class HostedStore(KeyStore):
         self._values[key] = value
         if key == LOST and not self._reason:
             self._reason = str(_decoded(value)) or "no reason was given"
+            _close_listener(self._listener)  # whoever comes from now on waits for the next store
             for peer in self._peers:
-                self._dismiss(peer)
+                peer.answers.put(_Answer(reason=self._reason))
         for peer in self._peers:
             for number in [number for number, asked in peer.questions.items() if asked == key]:
                 del peer.questions[number]
                 peer.answers.put(_Answer(number=number, value=value))
         self._changed.notify_all()
-
-    def _dismiss(self, peer: _Peer) -> None:
-        peer.answers.put(_Answer(reason=self._reason))
 
     def _serve(self, connected: socket.socket, where: Any) -> None:
         try:
@@ -402,6 +407,8 @@ class HostedStore(KeyStore):
         try:
             self._prove(peer.channel)
             with self._changed:
+                if self._reason:
+                    peer.answers.put(_Answer(reason=self._reason))
                 peer.writer = threading.Thread(target=peer.write, name="torchrl-ext-store", daemon=True)
                 peer.writer.start()
             while (request := peer.channel.read(None, _Request)) is not None:
@@ -413,7 +420,7 @@ class HostedStore(KeyStore):
                 try:
                     self._do(request, peer)
                 except TransportError as error:  # there is no room
-                    self._do(_Request(do="set", key=LOST, value=_text(f"of {peer.channel.peer}, {error}"), keep=True))
+                    self.set(LOST, f"of {peer.channel.peer}, {error}", keep=True)
         except WeightSyncError:  # it is gone, or does not follow the protocol: it sees its connection closed
             pass
         finally:
@@ -511,17 +518,15 @@ class RemoteStore(KeyStore):
         )
 
     def _listen(self) -> None:
-        reason = ""
         try:
-            while not reason and (answer := self._channel.read(None, _Answer)) is not None:
-                reason = answer.reason
+            while (answer := self._channel.read(None, _Answer)) is not None:
                 with self._changed:
+                    self._reason = self._reason or answer.reason  # last words may still be set
                     if answer.number in self._answers:
                         self._answers[answer.number].append(answer.value)
-                        self._changed.notify_all()
+                    self._changed.notify_all()
         except WeightSyncError as error:
-            reason = error.what
-        self._lose(reason)
+            self._lose(error.what)
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -531,7 +536,7 @@ class RemoteStore(KeyStore):
 
     def will(self, key: str, value: Any) -> None:
         """Have the trainer set a value, if the key has none, when it loses this process; a later will replaces it."""
-        self._do(_Request(do="will", key=key, value=msgspec.Raw(msgspec.json.encode(value))))
+        self._do(_Request(do="will", key=key, value=msgspec.Raw(_encoded(value))))
 
     def find(self, key: str, within: Deadline | None = None) -> Any:
         within = within or Deadline(0.0)
@@ -569,8 +574,6 @@ class RemoteStore(KeyStore):
         self._lose(reason or "this worker left")
 
     def _do(self, request: _Request) -> None:
-        if self._reason:
-            raise self._ended()
         try:
             self._channel.send(request, Deadline(self.patience_s))
         except WeightSyncError as error:
@@ -578,8 +581,11 @@ class RemoteStore(KeyStore):
             raise self._ended() from error
 
 
-def _text(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
+def _encoded(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # a lone surrogate, as the name of a file may have it
+        return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
 def _decoded(value: msgspec.Raw) -> Any:
@@ -616,6 +622,12 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
 
     listener.settimeout(None)
     threading.Thread(target=accept, name=name, daemon=True).start()
+
+
+def _close_listener(listener: socket.socket) -> None:
+    with suppress(OSError):  # it was closed
+        listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
+    listener.close()
 
 
 def listen(address: str, port: int) -> socket.socket:
