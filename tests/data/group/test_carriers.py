@@ -179,6 +179,15 @@ class TestTorch(CarrierContract):
                 assert devices == [CPU] and caller != reader
             assert len(seen) == 2
 
+    def test_torchs_store_lies_behind_the_secret(self, monkeypatch):
+        """No open store of torch's is made; and NCCL's monitor, which asks for ever, hears of nothing."""
+        monkeypatch.setattr(dist, "TCPStore", None)
+        with self.groups(size=2) as (_, second):
+            store = second.carrier._store
+            store.set("0", bytes(range(128, 256)))
+            assert store.get("0") == bytes(range(128, 256)) and store.check(["0"])
+        assert not store.check(["exception_dump"])
+
     def test_a_torch_without_the_backend_says_so(self):
         with self.seats(size=2) as seats, pytest.raises(TransportError, match=r"no backend 'hccl'.*vendor"):
             TorchCarrier(replace(seats[0], backend="hccl"))

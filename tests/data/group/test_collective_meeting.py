@@ -8,27 +8,22 @@ import sqlite3
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control.sockets import talking
-from tests.data.group.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
+from tests.data.group.members import SHORT_S, WAIT_S, beside, group, member, same, weights
 from tests.hostile import refused_or_right, worse_json
 from tests.processes import calling, finished
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import group as group_module
-from torchrl_ext.data.group.backends import TorchCarrier
-from torchrl_ext.data.group.carrier import Seat
-from torchrl_ext.data.group.group import Group, Member
-from torchrl_ext.data.group.store import LOST, HostedStore, RemoteStore
+from torchrl_ext.data.group.group import Member
+from torchrl_ext.data.group.store import HostedStore, RemoteStore
 from torchrl_ext.data.transports.base import Worker
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 
@@ -84,15 +79,6 @@ def test_why_the_last_attempt_failed_is_in_the_error():
     assert "it closed the connection" in said[-1], said
 
 
-def test_an_abort_ends_the_wait_for_a_port_that_says_nothing():
-    with silent_port() as port:
-        worker = member(port, 1, 2)
-        timer = threading.Timer(0.2, worker.abort)
-        timer.start()
-        with pytest.raises(TransportError, match="an abort"):
-            worker.init_all_workers_group({})
-
-
 # those that may not
 
 
@@ -112,18 +98,6 @@ def test_trainer_on_loopback_address_listens_on_loopback_only(address):
     port = trainer.open(1, (), Deadline(WAIT_S)).info["master_port"]
     assert listened_at(port) == ["0100007F"]
     trainer.shutdown()
-
-
-def test_only_those_who_know_the_secret_are_let_in():
-    port = free_port()
-    trainer, worker = member(port, 0, 2, secret="rose", timeout_s=SHORT_S), member(port, 1, 2, secret="tulip")
-    absent, refused = enter(trainer, worker)
-    assert isinstance(absent, DeadlineError) and "rank 1 of world size 2 did not arrive" in str(absent)
-    assert isinstance(refused, TransportError) and "give every rank the same secret" in str(refused)
-    members = [trainer, member(port, 1, 2, secret="rose")]
-    assert enter(*members) == [None, None]
-    for one in members:
-        one.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -266,121 +240,6 @@ def test_ranks_that_disagree_are_named_with_what_each_has(changes, words, kept):
     kept[0].set("note/1", note(**changes).to_json())
     with pytest.raises(WeightSyncError, match=f"rank 1 has {words}"):
         admit(kept[0])
-
-
-def test_group_forms_only_after_every_rank_exchanged(monkeypatch):
-    """A rank whose connections are there, but which takes no part in the first exchange, is waited for in vain."""
-    port, whole, frozen = free_port(), Group.total, threading.Event()
-
-    def total(self, own):
-        if self.rank == 1:
-            frozen.wait(WAIT_S)
-        return whole(self, own)
-
-    monkeypatch.setattr(Group, "total", total)
-    trainer, worker = member(port, 0, 2, timeout_s=SHORT_S), member(port, 1, 2)
-
-    def form():
-        try:
-            trainer.init_all_workers_group({})
-        finally:
-            frozen.set()
-
-    failed, lost = beside(form, lambda: worker.init_all_workers_group({}))
-    assert isinstance(failed, DeadlineError) and "could not form a gloo group of 2" in str(failed)
-    assert isinstance(lost, WeightSyncError)
-    assert not trainer.check_connection() and not worker.check_connection()
-
-
-class NCCL:
-    """What `ProcessGroupNCCL` asks its store: rank 0 of a communicator leaves its id there, and the others read it."""
-
-    ID = bytes(range(128, 256))
-    together = threading.Barrier(2)
-
-    class Options: ...
-
-    def __init__(self, store, rank, size, options):
-        self.store, self.rank, self.size, self.calls = store, rank, size, []
-
-    def allreduce(self, tensors):
-        tensors[0].fill_(self.size * (self.size + 1) / 2)
-        if self.rank == 0:
-            self.store.set("0", self.ID)
-        assert self.store.get("0") == self.ID
-        self.together.wait(WAIT_S)
-        return self
-
-    def _start_coalescing(self):
-        self.calls.append([])
-
-    def broadcast(self, tensor, root):
-        return self
-
-    def send(self, tensors, peer, tag):
-        self.calls[-1].append(("send", peer))
-
-    def recv(self, tensors, peer, tag):
-        self.calls[-1].append(("recv", peer))
-        tensors[0].fill_(7)
-
-    def _end_coalescing(self):
-        return self
-
-    def is_completed(self):
-        return True
-
-    def wait(self, *_): ...
-
-    def abort(self): ...
-
-
-@contextmanager
-def nccl_groups(monkeypatch):
-    """Two ends of a group over a stand-in for NCCL, and the trainer's store."""
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
-    with stores() as ends:
-        peers = {0: "the trainer", 1: "the worker"}
-        cpu = torch.device("cpu")
-        seats = [Seat(end, rank, peers, cpu, "nccl", Deadline(WAIT_S)) for rank, end in enumerate(ends)]
-        yield beside(*(lambda seat=seat: Group.form(seat, TorchCarrier) for seat in seats)), ends[0]
-
-
-def test_nccl_ids_stay_behind_secret_and_transfers_are_grouped(monkeypatch):
-    """NCCL ids pass through no open TCPStore, and transfers begun together make one NCCL call."""
-    opened, open_store = [], dist.TCPStore
-    monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: opened.append(a))
-    with nccl_groups(monkeypatch) as ((own, other), trainer):
-        assert not opened
-        store = other.carrier._backend.store
-        with pytest.raises(RuntimeError):
-            open_store("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
-        flats = [torch.zeros(9, dtype=torch.uint8) for _ in range(3)]
-        with own.together():
-            works = [own.send(flats[0], 1), own.receive(flats[1], 1)]
-            assert own.carrier._backend.calls == []
-        works.append(own.receive(flats[2], 1))
-        for work in works:
-            own.wait(work)
-        assert own.carrier._backend.calls == [[("send", 1), ("recv", 1)], [("recv", 1)]]
-        assert [int(flat[0]) for flat in flats] == [0, 7, 7]
-        other.sever()
-        own.sever()
-        with pytest.raises(TransportError, match="aborted"):
-            own.send(flats[0], 1)
-    assert not store.check(["exception_dump"])  # as NCCL's monitor asks, when the trainer is gone, too
-
-
-def test_lost_rank_ends_nccl_waits_of_other_ranks(monkeypatch):
-    """NCCL itself tells nobody that the process of a peer has died; the store of the trainer does."""
-    with nccl_groups(monkeypatch) as ((own, other), _):
-        monkeypatch.setattr(NCCL, "is_completed", lambda self: False)
-        other.store.will(LOST, "rank 1 (the worker) is gone")
-        works = own.receive(torch.zeros(9, dtype=torch.uint8), 1), own.broadcast(torch.zeros(9))
-        other.store.close()
-        for work in works:
-            with pytest.raises(TransportError, match=r"rank 1 \(the worker\) is gone"):
-                own.wait(work)
 
 
 def writer(path):

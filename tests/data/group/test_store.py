@@ -120,6 +120,7 @@ def test_the_first_reason_stays_and_values_stay_readable():
     with ends() as (trainer, worker, other):
         worker.set("answer", 7)
         worker.close("first")
+        assert trainer.lost(Deadline(WAIT_S)) == "first"
         other.close("second")
         with pytest.raises(NotConnectedError, match="first"):
             trainer.find("absent", Deadline(WAIT_S))

@@ -68,10 +68,8 @@ _KEY_BYTES = 4096
 _GREET_S, _PATIENCE_S, _GOODBYE_S = 10.0, 60.0, 1.0
 """Seconds that a stranger has to prove itself, that a worker has to read an answer, and the last message."""
 _MOST_CONNECTIONS, _MOST_QUESTIONS = 4096, 4096
-_PAUSE_S, _SLICE_S = 0.001, 0.05
+_PAUSE_S, _SLICE_S, _LONGEST_S = 0.001, 0.05, 86_400.0
 _BACKLOG = 1024
-_NO_ROOM_S = 0.05
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 _PROBES = {
     getattr(socket, name): value
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
@@ -147,11 +145,10 @@ class Channel:
             TransportError: it does not follow the protocol, or stopped in a message; the connection is closed.
         """
         try:
-            if within is not None:
-                while not self._connection.poll(min(_SLICE_S, within.left_s)):
-                    if within.over:
-                        return None
-            self._limit(socket.SO_RCVTIMEO, 0.0 if within is None else max(_SLICE_S, within.left_s))
+            while not self._connection.poll(None if within is None else min(_SLICE_S, within.left_s)):
+                if within is not None and within.over:
+                    return None
+            self._limit(socket.SO_RCVTIMEO, _LONGEST_S if within is None else max(_SLICE_S, within.left_s))
             data = self._connection.recv_bytes(self.longest_bytes)
             return msgspec.json.decode(data, type=described(kind))
         except EOFError as error:
@@ -174,8 +171,8 @@ class Channel:
             connected.shutdown(socket.SHUT_RDWR)  # the descriptor goes with this object: another thread may read it
 
     def _limit(self, option: int, seconds: float) -> None:
+        seconds = min(max(seconds, 0.001), _LONGEST_S)
         with self._socket() as connected:
-            seconds = max(seconds, 0.001) if option == socket.SO_SNDTIMEO else seconds
             connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
 
     @contextmanager
@@ -468,54 +465,49 @@ class RemoteStore(KeyStore):
         for _ in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
             self._channel = _channel(dial(host, port, within, failure), f"the process that listens at {self.address}")
             try:
-                greeting = self._heard(within)
+                proved = self._prove(within)
             except NotConnectedError as error:  # a trainer that is just leaving; the next one may listen soon
                 failure = error.what
                 continue
-            self._prove(greeting, within)
+            except TransportError:  # no message of ours
+                proved = False
+            if not proved:
+                self._channel.close()
+                if proved is None:
+                    break
+                raise TransportError(
+                    f"{self._channel.peer} refused this worker",
+                    expected="a trainer of the same version of torchrl_ext, with the same secret",
+                    state="no group was joined",
+                    hint="check the address and the port, and give every rank the same secret; a trainer that sends "
+                    "through an engine client makes one for the engines",
+                )
             self._channel.peer = f"the trainer (rank 0) at {self.address}"
             threading.Thread(target=self._listen, name="torchrl-ext-store", daemon=True).start()
             return
-        raise self._silent(within)
-
-    def _prove(self, greeting: dict[str, Any], within: Deadline) -> None:
-        own = secrets.token_hex(16)
-        nonces = str(greeting.get("nonce")) + own
-        with suppress(NotConnectedError):  # it disconnects whoever has another secret
-            self._channel.send({"nonce": own, "proof": _proof(self.secret, "worker", nonces)}, within)
-            if _same(self._heard(within).get("proof"), _proof(self.secret, "trainer", nonces)):
-                return
-        raise self._refused()
-
-    def _heard(self, within: Deadline) -> dict[str, Any]:
-        try:
-            message = self._channel.read(within)
-        except NotConnectedError:
-            raise
-        except TransportError:  # no message of ours
-            raise self._refused() from None
-        if message is None:
-            raise self._silent(within)
-        return message
-
-    def _refused(self) -> TransportError:
-        self._channel.close()
-        return TransportError(
-            f"{self._channel.peer} refused this worker",
-            expected="a trainer of the same version of torchrl_ext, with the same secret",
-            state="no group was joined",
-            hint="check the address and the port, and give every rank the same secret; a trainer that sends through "
-            "an engine client makes one for the engines",
-        )
-
-    def _silent(self, within: Deadline) -> WeightSyncError:
-        self._channel.close()
-        return within.error(
-            f"{self._channel.peer} did not answer",
+        raise within.error(
+            f"the process that listens at {self.address} did not answer",
             expected="a trainer (rank 0) that runs",
             state="no group was joined",
             hint="check the address and the port, and that the trainer does not hang",
         )
+
+    def _prove(self, within: Deadline) -> bool | None:
+        """Return whether both ends have proved to each other that they know the secret; None where the other is silent.
+
+        Raises:
+            NotConnectedError: the other end left before it said a word.
+        """
+        greeting, own = self._channel.read(within), secrets.token_hex(16)
+        if greeting is None:
+            return None
+        nonces = str(greeting.get("nonce")) + own
+        try:
+            self._channel.send({"nonce": own, "proof": _proof(self.secret, "worker", nonces)}, within)
+            answer = self._channel.read(within)
+        except NotConnectedError:  # it disconnects whoever has another secret
+            return False
+        return None if answer is None else _same(answer.get("proof"), _proof(self.secret, "trainer", nonces))
 
     def _listen(self) -> None:
         try:
@@ -610,13 +602,11 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
 
     def accept() -> None:
         pause = threading.Event()
-        while True:
+        while listener.fileno() >= 0:
             try:
                 connected, address = listener.accept()
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    return  # it was closed
-                pause.wait(_NO_ROOM_S)
+            except OSError:  # it was closed, or there is no room for another file
+                pause.wait(_SLICE_S)
                 continue
             threading.Thread(target=met, args=(connected, address), name=name, daemon=True).start()
 
