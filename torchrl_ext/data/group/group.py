@@ -174,28 +174,25 @@ class Group:
         Raises:
             TransportError, DeadlineError: not every rank takes part.
         """
+        group = None
         try:
-            try:
-                make = make or cast(Callable[[Seat], Carrier], carrier_of(seat.backend))
-                group = cls(seat, make(seat))
-            except WeightSyncError:
-                raise
-            except RuntimeError as error:
-                raise TransportError(f"connections could not be made: {brief(error)}") from error
-            try:
-                total, expected = group.total(seat.rank + 1), len(seat.peers) * (len(seat.peers) + 1) / 2
-                if total != expected:
-                    raise TransportError(f"a first sum over all ranks is {total:g}", expected=f"{expected:g}")
-            except BaseException:
+            make = make or cast(Callable[[Seat], Carrier], carrier_of(seat.backend))
+            group = cls(seat, make(seat))
+            total, expected = group.total(seat.rank + 1), len(seat.peers) * (len(seat.peers) + 1) / 2
+            if total != expected:
+                raise TransportError(f"a first sum over all ranks is {total:g}", expected=f"{expected:g}")
+        except BaseException as error:
+            if group is not None:
                 group.sever()
-                raise
-        except (TransportError, DeadlineError) as error:
             others = ", ".join(f"rank {rank} ({process})" for rank, process in seat.peers.items() if rank != seat.rank)
-            raise type(error)(
-                f"rank {seat.rank} could not form a {seat.backend} group of {len(seat.peers)}: {error.what}",
-                expected=error.expected or f"connections to {others}",
-                state="no group was formed",
-            ) from error
+            failed = f"rank {seat.rank} could not form a {seat.backend} group of {len(seat.peers)}"
+            parts = {"expected": f"connections to {others}", "state": "no group was formed"}
+            if isinstance(error, (TransportError, DeadlineError)):
+                parts["expected"] = error.expected or parts["expected"]
+                raise type(error)(f"{failed}: {error.what}", **parts) from error
+            if isinstance(error, RuntimeError) and not isinstance(error, WeightSyncError):
+                raise TransportError(f"{failed}: connections could not be made: {brief(error)}", **parts) from error
+            raise
         return group
 
     # bytes
