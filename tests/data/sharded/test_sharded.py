@@ -23,8 +23,8 @@ from tests.ranks import on_ranks
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.group.notes import HostedNotes
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group
+from torchrl_ext.data.group.store import HostedStore
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 from torchrl_ext.testing import free_port
@@ -171,12 +171,12 @@ def sent(ends, weights):
 
 def test_unreadable_transfer_plan_ends_update_on_both_sides(ends, monkeypatch):
     """A transfer plan that a worker cannot read ends the update on both sides before a byte moves."""
-    put = HostedNotes.put
+    put = HostedStore.set
 
     def damaged(self, key, value, **how):
-        return put(self, key, {"table": 7} if "/plan/" in key else value, **how)
+        return put(self, key, {"table": 7} if key.startswith("plan/") else value, **how)
 
-    monkeypatch.setattr(HostedNotes, "put", damaged)
+    monkeypatch.setattr(HostedStore, "set", damaged)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
     assert isinstance(received, tx.WeightSyncError), received
     assert "a transfer plan that cannot be read" in str(received)

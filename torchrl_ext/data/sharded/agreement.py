@@ -9,8 +9,7 @@ import msgspec
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ManifestError, TransportError
 from torchrl_ext.base.types import Count, ParamMeta
-from torchrl_ext.data.group.handoffs import GroupLoad
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group, GroupLoad
 from torchrl_ext.data.sharded.plan import MemberPlan, TransferPlan
 from torchrl_ext.data.sharded.shares import Blocks
 from torchrl_ext.data.weights.blocks import Block
@@ -67,12 +66,12 @@ class Needs(msgspec.Struct, frozen=True):
 
 def hand_out(group: Group, number: int, plan: TransferPlan) -> None:
     """Leave the rows of every member in the notes, in place of earlier plans and the needs (trainer rank 0)."""
-    key = f"{group.generation}/plan/{number}"
+    key = f"plan/{number}"
     for kind in ("plan", "needs"):
-        group.notes.drop(f"{group.generation}/{kind}/")
-    group.notes.put(key, plan.schedule)
+        group.store.drop(f"{kind}/")
+    group.store.set(key, plan.schedule)
     for member in range(1, group.world_size):
-        group.notes.put(f"{key}/{member}", plan.rows(member))
+        group.store.set(f"{key}/{member}", plan.rows(member))
 
 
 def read_plan(group: Group, number: int, params: Sequence[ParamMeta], timeout_s: float) -> MemberPlan:
@@ -81,9 +80,9 @@ def read_plan(group: Group, number: int, params: Sequence[ParamMeta], timeout_s:
     Raises:
         TransportError: it is not there, or malformed.
     """
-    key, within = f"{group.generation}/plan/{number}", Deadline(timeout_s, stop=group.stop)
-    notes = [value for name in (key, f"{key}/{group.rank}") for value in group.notes.wait(name, within)]
-    if len(notes) < 2:
+    key, within = f"plan/{number}", Deadline(timeout_s, stop=group.stop)
+    notes = [group.store.find(name, within) for name in (key, f"{key}/{group.rank}")]
+    if None in notes:
         raise TransportError(
             f"{group.call([0])} left no rows of plan {number} for {group.call([group.rank])}", state="nothing was moved"
         )
