@@ -266,7 +266,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     offers = [
         {"transport": "disk", **shared},
         {"transport": "delta", **shared, "base": str(tmp_path), "needs_base": True},
-        {"transport": "ipc", "address": "x", "session": "y", "timeout_s": 0.05},
+        {"transport": "ipc", "address": "x", "timeout_s": 0.05},
         {"transport": "collective", **group, "bucket_bytes": 1000, "timeout_s": 0.05, "rank_offset": 1},
     ]
     joining = [Join.of({**offer, "params": params}).to_json() for offer in offers]
