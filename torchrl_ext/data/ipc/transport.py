@@ -9,7 +9,8 @@ lets in processes of this user and of root only. Both ends have to be of one rel
                                        control layer the first one that is free
 ``<token>/welcome``                    trainer: its name in messages, the number of the next handoff, and the
                                        handle of the staging buffer on the best device of both
-``<token>/left``                       worker's will, without a control layer; with one it ends the connection
+``<token>/left``                       worker, or its will, without a control layer; with one it ends the
+                                       connection
 ``<handoff>/version``                  trainer, without a control layer: version and parameters
 ``<handoff>/filled/<bucket>``          trainer: workers may copy the bucket
 ``<handoff>/taken/<bucket>/<number>``  worker: it has, so the bucket's half may be filled again
@@ -24,6 +25,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Annotated, ClassVar, NamedTuple, final
 
@@ -33,7 +35,14 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import usable_device
-from torchrl_ext.base.errors import ConfigError, DeadlineError, IntegrityError, NotConnectedError, TransportError
+from torchrl_ext.base.errors import (
+    ConfigError,
+    DeadlineError,
+    IntegrityError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+)
 from torchrl_ext.base.types import Count, Info, Params, Wire, decoded
 from torchrl_ext.data.group.store import LOST, HostedStore, KeyStore, RemoteStore, dial
 from torchrl_ext.data.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Handle, SharedSegment, create, local_devices
@@ -355,7 +364,7 @@ class IPCEnd(StandaloneEnd):
             TransportError: another machine, user or pid namespace.
         """
         if self.store is None:
-            self._token = uuid.uuid4().hex
+            self._token, self._welcome = uuid.uuid4().hex, None
             store = self.store = RemoteStore(self._address, None, "", within)
             store.patience_s = self._patience_s
             store.will(f"{self._token}/left" if self._rank is None else LOST, f"{self.name} is gone")
@@ -421,7 +430,8 @@ class IPCEnd(StandaloneEnd):
                         )
                     pairs = lander.take(bucket, segment.half(number))
                     segment.settle()
-                    complete = number + 1 == len(buckets)
+                    if number + 1 == len(buckets):
+                        self._welcome, complete = (trainer, handoff + 1, handle), True
                     store.set(f"{handoff}/taken/{number}/{self._number}", True)
                     yield from pairs
             finally:
@@ -430,15 +440,20 @@ class IPCEnd(StandaloneEnd):
             if not complete:
                 self._give_up(error)
             raise
-        self._welcome = trainer, handoff + 1, handle
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
         self._give_up(error)
 
     def close(self) -> None:
         store, self.store, self._welcome = self.store, None, None
-        if store is not None:
-            store.close()
+        if store is None:
+            return
+        if self._rank is None:
+            store.patience_s = _GREET_S
+            with suppress(WeightSyncError):  # it is over already
+                store.set(f"{self._token}/left", True)
+                store.find(f"{self._token}/left")  # now the trainer knows, and does not count on this worker
+        store.close()
 
     def _give_up(self, error: BaseException) -> None:
         """End the connection, and tell trainer and other workers why."""
