@@ -266,7 +266,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     offers = [
         ("disk", shared),
         ("delta", {**shared, "base": str(tmp_path), "needs_base": True}),
-        ("ipc", {"address": "x", "session": "y"}),
+        ("ipc", {"address": "x"}),
         ("collective", {**group, "bucket_bytes": 1000, "timeout_s": 0.05}),
     ]
     joining = [
