@@ -150,7 +150,7 @@ def test_a_half_is_filled_again_once_it_was_copied(make):
     class Watched(MappingSource):
         def __iter__(self):
             for index, pair in enumerate(super().__iter__()):
-                if index == 6:  # begins after three halves
+                if index == 5:  # of the fourth bucket
                     early.append(not go_on.is_set())
                 yield pair
 
