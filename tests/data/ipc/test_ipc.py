@@ -44,7 +44,7 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedErro
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.group.store import HostedStore, RemoteStore
 from torchrl_ext.data.ipc import transport as ipc
-from torchrl_ext.data.ipc.memory import HOST, create
+from torchrl_ext.data.ipc.memory import HOST, Bell, create
 from torchrl_ext.data.ipc.transport import IPCEnd
 from torchrl_ext.data.transports.base import Arrival, Update
 from torchrl_ext.data.weights.source import MappingSource
@@ -143,6 +143,32 @@ class TestDeaths:
         exchange(make(), worker)
 
 
+def test_a_half_is_filled_again_once_it_was_copied(make):
+    """In every version: while a worker stops after its first bucket, the trainer does not pack the fourth one."""
+    trainer, within, early, go_on = make(), Deadline(WAIT_S), [], threading.Event()
+
+    class Watched(MappingSource):
+        def __iter__(self):
+            for index, pair in enumerate(super().__iter__()):
+                if index == 5:  # of the fourth bucket
+                    early.append(not go_on.is_set())
+                yield pair
+
+    with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
+        for version in (1, 2):
+            go_on.clear()
+            source = Watched(weights(version))
+            sending = pool.submit(trainer.prepare(Update(source=source, version=version), within).transfer, within)
+            pairs = worker.receive(Arrival(version=version, params=source.params()), {}, within)
+            held = [next(pairs)]
+            assert not go_on.wait(0.2)  # the trainer has time to do it wrong
+            go_on.set()
+            held += pairs
+            assert all(bool((tensor == version).all()) for _, tensor in held) and len(held) == 40
+            sending.result(WAIT_S)
+    assert early == [False, False]
+
+
 class TestFailures:
     def test_failing_source_ends_the_workers_wait(self, make):
         """A source that fails ends the worker's wait with its words, and the next send arrives."""
@@ -225,7 +251,7 @@ class TestFailures:
         with closing(HostedStore(worker._address, None, "")) as store, receiving(worker) as arriving:
             token, _, devices = store.find("join/1", Deadline(WAIT_S))
             assert devices[-1] == HOST
-            store.set(f"{token}/welcome", ["the trainer", 1, handle])
+            store.set(f"{token}/welcome", ["the trainer", 1, handle, *(Bell().handle for _ in range(2))])
             with pytest.raises(TransportError, match="the trainer is gone"):
                 arriving.result(WAIT_S)
             with pytest.raises(NotConnectedError, match="cannot be mapped here"):
@@ -420,8 +446,7 @@ def test_a_trainer_takes_any_note_of_a_worker(draw):
         leave(worker, draw, "join/1", ["t", "rank 1", [HOST]])
         with suppress(WeightSyncError), closing(worker):
             opening.transfer(Deadline(0.0))
-            for bucket in (0, 1):
-                leave(worker, draw, f"1/taken/{bucket}/1", [True])
+            leave(worker, draw, "1/taken/t", [True])
             prepared(trainer, {"a": torch.ones(3), "b": torch.ones(2, 3)}, within)[0].transfer(Deadline(0.0))
 
 
@@ -433,9 +458,12 @@ def test_a_worker_takes_any_note_of_a_trainer(draw):
         while end.store is None:
             with suppress(DeadlineError):
                 end.enter(Deadline(0.02))
-        leave(store, draw, f"{store.find('join/1')[0]}/welcome", ["the trainer", 1, segment.handle])
+        bells = Bell(), Bell()
+        welcome = ["the trainer", 1, segment.handle, *(bell.handle for bell in bells)]
+        leave(store, draw, f"{store.find('join/1')[0]}/welcome", welcome)
         leave(store, draw, "1/version", [1, [meta.to_json() for meta in PARAMS]])
-        leave(store, draw, "1/filled/0", [True])
+        if draw.random() < 0.5:
+            bells[0].ring()
         arrival = Arrival(version=1, params=PARAMS)
         with suppress(WeightSyncError):
             arrival = end.next(Deadline(0.0)) or arrival

@@ -60,7 +60,7 @@ class TestOnTheHost:
             for one in (file, memory):
                 found = os.fstat(one.fileno())
                 inode = (found.st_dev, found.st_ino)
-                with pytest.raises(WeightSyncError, match=r"cannot be mapped here|is not the sealed memory"):
+                with pytest.raises(WeightSyncError, match="is not sealed"):
                     HostHandle(pid=os.getpid(), fd=one.fileno(), inode=inode, nbytes=128).attach()
 
     @given(randoms(use_true_random=False))

@@ -314,7 +314,7 @@ class HostedStore(KeyStore):
 
     def __init__(self, host: str, port: int | None, secret: str) -> None:
         try:
-            self._listener = _listen_locally(host) if port is None else listen(host, port)
+            listener = _listen_locally(host) if port is None else listen(host, port)
         except OSError as error:
             where = host if port is None else f"{host}:{port}"
             raise TransportError(
@@ -322,12 +322,12 @@ class HostedStore(KeyStore):
                 state="no group was formed, and nothing was sent",
                 hint="pick another master_port, or 0 for a free one" if port else "give both ends another channel name",
             ) from error
-        super().__init__(host, port if port is None else self._listener.getsockname()[1], secret)
+        super().__init__(host, port if port is None else listener.getsockname()[1], secret)
         self._values: dict[str, msgspec.Raw] = {}
         self._peers: set[_Peer] = set()
         self._closed = False
-        close_in_children(self._listener)
-        serve(self._listener, self._serve, "torchrl-ext-store")
+        close_in_children(listener)
+        self._stop_listening = serve(listener, self._serve, "torchrl-ext-store")
 
     def find(self, key: str, within: Deadline | None = None) -> Any:
         within = within or Deadline(0.0)
@@ -380,7 +380,7 @@ class HostedStore(KeyStore):
         self._values[key] = value
         if key == LOST and not self._reason:
             self._reason = str(_decoded(value)) or "no reason was given"
-            _close_listener(self._listener)  # whoever comes from now on waits for the next store
+            self._stop_listening()  # whoever comes from now on waits for the next store
             for peer in self._peers:
                 peer.answers.put(_Answer(reason=self._reason))
         for peer in self._peers:
@@ -597,27 +597,34 @@ def _same(given: Any, proof: str) -> bool:
     return hmac.compare_digest(str(given).encode(errors="backslashreplace"), proof.encode())
 
 
-def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], name: str) -> None:
-    """Call ``met`` with each connection and its address, in a thread ``name``, until ``listener`` is shut down."""
+def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], name: str) -> Callable[[], None]:
+    """Call ``met`` with each connection and its address, in a thread ``name``.
+
+    Returns:
+        A call that closes ``listener``, whose address is free then.
+    """
+    ended = threading.Event()
 
     def accept() -> None:
-        pause = threading.Event()
-        while listener.fileno() >= 0:
+        while not ended.is_set():
             try:
                 connected, address = listener.accept()
             except OSError:  # it was closed, or there is no room for another file
-                pause.wait(_SLICE_S)
+                ended.wait(_SLICE_S)
                 continue
             threading.Thread(target=met, args=(connected, address), name=name, daemon=True).start()
 
+    def stop() -> None:
+        ended.set()
+        with suppress(OSError):  # it was closed
+            listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
+        listener.close()
+        thread.join(_GOODBYE_S)  # which holds the address until it returns
+
     listener.settimeout(None)
-    threading.Thread(target=accept, name=name, daemon=True).start()
-
-
-def _close_listener(listener: socket.socket) -> None:
-    with suppress(OSError):  # it was closed
-        listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
-    listener.close()
+    thread = threading.Thread(target=accept, name=name, daemon=True)
+    thread.start()
+    return stop
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -3,18 +3,19 @@
 The ends leave each other notes in a key store (`torchrl_ext.data.group.store`) on a Unix socket of the trainer, which
 lets in processes of this user and of root only. Both ends have to be of one release.
 
-=====================================  =====================================================================
-``join/<number>``                      worker: its token, its name in messages, and the devices from which it
-                                       can take weights, best first; the number is its rank, or without a
-                                       control layer the first one that is free
-``<token>/welcome``                    trainer: its name in messages, the number of the next handoff, and the
-                                       handle of the staging buffer on the best device of both
-``<token>/left``                       worker, or its will, without a control layer; with one it ends the
-                                       connection
-``<handoff>/version``                  trainer, without a control layer: version and parameters
-``<handoff>/filled/<bucket>``          trainer: workers may copy the bucket
-``<handoff>/taken/<bucket>/<number>``  worker: it has, so the bucket's half may be filled again
-=====================================  =====================================================================
+===========================  ==============================================================================
+``join/<number>``            worker: its token, its name in messages, and the devices from which it can take
+                             weights, best first; the number is its rank, or without a control layer the first
+                             one that is free
+``<token>/welcome``          trainer: its name in messages, the number of the next handoff, the handle of the
+                             staging buffer on the best device of both, and the handles of two bells
+``<token>/left``             worker, or its will, without a control layer; with one it ends the connection
+``<handoff>/version``        trainer, without a control layer: version and parameters
+``<handoff>/taken/<token>``  worker: it has every bucket
+===========================  ==============================================================================
+
+In a handoff the trainer rings the first bell of each worker when it has filled a bucket, and the worker the second one
+when it has copied it, so that its half may be filled again: a note passes through three threads.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Annotated, ClassVar, NamedTuple, final
+from typing import Annotated, Any, ClassVar, NamedTuple, final
 
 import msgspec
 import torch
@@ -45,7 +46,17 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.base.types import Count, Info, Params, Wire, decoded
 from torchrl_ext.data.group.store import LOST, HostedStore, KeyStore, RemoteStore, dial
-from torchrl_ext.data.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Handle, SharedSegment, create, local_devices
+from torchrl_ext.data.ipc.memory import (
+    HOST,
+    SEGMENT_BYTES,
+    SLOTS,
+    Bell,
+    Handle,
+    Named,
+    SharedSegment,
+    create,
+    local_devices,
+)
 from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Lander, Packer, layout
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
@@ -77,6 +88,8 @@ class _Member(NamedTuple):
     token: str
     name: str
     segment: SharedSegment
+    filled: Bell
+    taken: Bell
 
 
 class IPCTransport(StandaloneTransport):
@@ -154,20 +167,10 @@ class IPCTransport(StandaloneTransport):
     def announce(self, arrival: Arrival, within: Deadline) -> None:
         if self._store is None or self._store.lost():
             self.close()
-            self._store = self._hosted(within)
+            self._store = HostedStore(self._address, None, "")
         store = self._store
         self._meet(store, self._count, within)
         store.set(f"{self._handoff}/version", [arrival.version, [meta.to_json() for meta in arrival.params]])
-
-    def _hosted(self, within: Deadline) -> HostedStore:
-        """Listen at the channel's address, which an earlier trainer, this one too, may take a moment to leave."""
-        refusal: TransportError | None = None
-        for _ in within.within(_GREET_S).pauses(shortest_s=0.001, longest_s=0.05):
-            try:
-                return HostedStore(self._address, None, "")
-            except TransportError as error:
-                refusal = error
-        raise refusal or within.error()
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         """As `Transport.prepare`.
@@ -198,40 +201,51 @@ class IPCTransport(StandaloneTransport):
         return Handoff(transfer=transfer, stats=stats)
 
     def _transfer(self, store: KeyStore, update: Update, within: Deadline) -> None:
-        members, number = self._members, 0
-        segments = {id(member.segment): member.segment for member in members.values()}.values()
+        members = [*self._members.values()]
+        segments = {id(member.segment): member.segment for member in members}.values()
         packer = Packer(update.params, checked(update.source, update.params))
         for number, bucket in enumerate(_buckets(update.params, self.staging_bytes // SLOTS)):
-            self._await_taken(store, members, number - SLOTS, within.again())
+            if number >= SLOTS:
+                self._await(
+                    store, members, f"bucket {number - SLOTS}", lambda one, within: one.taken.rang(within), within
+                )
             packer.fill(bucket, [segment.half(number) for segment in segments])
             for segment in segments:
                 segment.settle()
-            store.set(f"{self._handoff}/filled/{number}", True)
+            for member in members:
+                member.filled.ring()
         packer.finish()
-        self._await_taken(store, members, number, within.again())
+        done = f"{self._handoff}/taken/"
+        self._await(store, members, "every bucket", lambda one, within: store.find(done + one.token, within), within)
+        for member in members:
+            while member.taken.rang(Deadline(0.0)):
+                pass
         store.drop(f"{self._handoff}/")
         self._handoff += 1
 
-    def _await_taken(self, store: KeyStore, members: dict[int, _Member], bucket: int, within: Deadline) -> None:
-        """Wait until every worker has copied ``bucket``.
+    def _await(
+        self,
+        store: KeyStore,
+        members: list[_Member],
+        what: str,
+        took: Callable[[_Member, Deadline], Any],
+        within: Deadline,
+    ) -> None:
+        """Wait until every worker took ``what``.
 
         Raises:
             NotConnectedError: a worker is gone, or gave up.
             DeadlineError, TransportError: one does not go on.
         """
-        if bucket < 0:
-            return
-        for number, member in members.items():
-            taken = f"{self._handoff}/taken/{bucket}/{number}"
+        within = within.again()
+        for member in members:
             while True:
                 left = store.find(f"{member.token}/left")  # asked first: it may leave once it has the last bucket
-                if store.find(taken, within.within(_LOOK_S)) is not None:
+                if took(member, within.within(_LOOK_S)):
                     break
-                if left:
-                    raise NotConnectedError(f"{member.name} is gone")
-                within.check(f"{member.name} did not take bucket {bucket}")
-            store.drop(taken)
-        store.drop(f"{self._handoff}/filled/{bucket}")
+                if left or store.lost():
+                    raise NotConnectedError(store.lost() or f"{member.name} is gone")
+                within.check(f"{member.name} did not take {what}")
 
     def _meet(self, store: KeyStore, least: int, within: Deadline, ranks: range = range(0)) -> None:
         """Wait until ``least`` workers are connected, and let in those that joined beyond.
@@ -247,11 +261,11 @@ class IPCTransport(StandaloneTransport):
             note = store.find(f"join/{self._joined + 1}", within.within(_LOOK_S) if waits else None)
             if note is not None:
                 token, name, devices = decoded(note, tuple[str, str, list[str]], "a worker's note", IntegrityError)
-                segment = self._segment_on(devices)
+                member = _Member(token, name, self._segment_on(devices), Bell(), Bell())
                 self._joined += 1
-                self._members[self._joined] = _Member(token, name, segment)
-                own = f"the trainer (pid {os.getpid()})"
-                store.set(f"{token}/welcome", [own, self._handoff, segment.handle])
+                self._members[self._joined] = member
+                own, bells = f"the trainer (pid {os.getpid()})", (member.filled.handle, member.taken.handle)
+                store.set(f"{token}/welcome", [own, self._handoff, member.segment.handle, *bells])
             elif not waits:
                 return
             elif within.over:
@@ -348,9 +362,9 @@ class IPCEnd(StandaloneEnd):
     def __init__(self, address: str, devices: list[str], patience_s: float, rank: int | None = None) -> None:
         self._address, self._devices, self._patience_s, self._rank = address, devices, patience_s, rank
         self.name = f"{'a worker' if rank is None else f'rank {rank}'} (pid {os.getpid()})"
-        self._token, self._number = "", 0
+        self._token = ""
         self.store: RemoteStore | None = None
-        self._welcome: tuple[str, int, Handle] | None = None
+        self._welcome: tuple[str, int, Handle, Bell, Bell] | None = None
 
     def enter(self, within: Deadline) -> bool:
         """Connect to the trainer, and map its buffer once, so that what prevents it is known by then.
@@ -370,20 +384,21 @@ class IPCEnd(StandaloneEnd):
             store.will(f"{self._token}/left" if self._rank is None else LOST, f"{self.name} is gone")
             note = [self._token, self.name, self._devices]
             for number in count(1) if self._rank is None else (self._rank,):
-                self._number = number
                 store.set(f"join/{number}", note, keep=True)
                 if store.find(f"join/{number}") == note:
                     break
         if self._welcome is None:
             found = self.store.find(f"{self._token}/welcome", within)
             if found is not None:
-                welcome = decoded(found, tuple[str, Count, Handle], "the trainer's note", IntegrityError)
+                kind: Any = tuple[str, Count, Handle, Named, Named]
+                name, handoff, handle, *bells = decoded(found, kind, "the trainer's note", IntegrityError)
                 try:
-                    welcome[2].attach().close()
+                    handle.attach().close()
+                    filled, taken = (Bell(bell.opened()) for bell in bells)
+                    self._welcome = name, handoff, handle, filled, taken
                 except BaseException as error:
                     self._give_up(error)
                     raise
-                self._welcome = welcome
         return self._welcome is not None
 
     def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
@@ -417,22 +432,26 @@ class IPCEnd(StandaloneEnd):
         store, complete = self.store, False
         if store is None or self._welcome is None:
             raise NotConnectedError("this worker is not connected to a trainer", hint="connect first")
-        trainer, handoff, handle = self._welcome
+        trainer, handoff, handle, filled, taken = self._welcome
         try:
             segment = handle.attach()
             try:
                 lander = Lander(arrival.params, into, segment.flat.device)
                 buckets = _buckets(arrival.params, segment.capacity)
                 for number, bucket in enumerate(buckets):
-                    if store.find(f"{handoff}/filled/{number}", within.again()) is None:
-                        raise within.error(
-                            f"{trainer} did not fill bucket {number}", state="a part of the version may have landed"
-                        )
+                    left = within.again()
+                    while not filled.rang(left.within(_LOOK_S)):
+                        if store.lost():
+                            raise NotConnectedError(f"the connection to {trainer} ended: {store.lost()}")
+                        state = "a part of the version may have landed"
+                        left.check(f"{trainer} did not fill bucket {number}", state=state)
                     pairs = lander.take(bucket, segment.half(number))
                     segment.settle()
-                    if number + 1 == len(buckets):
-                        self._welcome, complete = (trainer, handoff + 1, handle), True
-                    store.set(f"{handoff}/taken/{number}/{self._number}", True)
+                    if number + 1 < len(buckets):
+                        taken.ring()
+                    else:
+                        self._welcome, complete = (trainer, handoff + 1, handle, filled, taken), True
+                        store.set(f"{handoff}/taken/{self._token}", True)  # fails if the trainer gave up meanwhile
                     yield from pairs
             finally:
                 segment.close()

@@ -6,7 +6,6 @@ trainer sends requests and the worker answers them.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -42,11 +41,11 @@ class Hub:
 
     def __init__(self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info]) -> None:
         self._model_id, self._workers, self._welcome = model_id, workers, welcome
-        self._listener, self._lock = socket.create_server((host, 0), backlog=128), threading.Lock()
-        self.address = (host, int(self._listener.getsockname()[1]), secrets.token_hex(16))
+        listener, self._lock = socket.create_server((host, 0), backlog=128), threading.Lock()
+        self.address = (host, int(listener.getsockname()[1]), secrets.token_hex(16))
         self.links: dict[int, Channel] = {}
-        close_in_children(self._listener)
-        serve(self._listener, self.meet, f"torchrl-ext-hub-{model_id}")
+        close_in_children(listener)
+        self._stop_listening = serve(listener, self.meet, f"torchrl-ext-hub-{model_id}")
 
     def wait(self, timeout_s: float, ended: Callable[[], list[int]] = list) -> list[int]:
         """Wait until every worker has connected or has ended.
@@ -76,9 +75,7 @@ class Hub:
 
     def close(self) -> None:
         """Stop listening and close every connection. May be called twice."""
-        with contextlib.suppress(OSError):  # already closed, as in a forked child, whose parent keeps its own
-            self._listener.shutdown(socket.SHUT_RDWR)  # close() does not wake a thread in accept()
-        self._listener.close()
+        self._stop_listening()
         for link in [*self.links.values()]:
             link.close()
 
