@@ -19,7 +19,7 @@ SHORT = frozenset(
         "data/transports/test_collective.py",
         "data/group/test_collective_meeting.py",
         "data/transports/test_delta_broadcast.py",
-        "data/ipc/test_ipc.py",
+        "data/transports/test_ipc.py",
         "data/transports/test_native.py",
     }
 )

@@ -39,7 +39,7 @@ MODULES = (
     "torchrl_ext.data.transports.collective",
     "torchrl_ext.data.transports.delta",
     "torchrl_ext.data.transports.disk",
-    "torchrl_ext.data.ipc.transport",
+    "torchrl_ext.data.transports.ipc",
     "torchrl_ext.data.weights.checkpoint",
     "transformers.models.qwen3.modeling_qwen3",
     "uvicorn",

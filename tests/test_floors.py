@@ -47,7 +47,7 @@ ENGINE_MODULES = [
     "torchrl_ext.data.transports.disk",
     "torchrl_ext.data.transports.collective",
     "torchrl_ext.data.transports.delta",
-    "torchrl_ext.data.ipc.transport",
+    "torchrl_ext.data.transports.ipc",
     "torchrl_ext.data.group.ranks",
     "torchrl_ext.data.sharded.transport",
 ]

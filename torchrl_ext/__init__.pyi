@@ -14,12 +14,12 @@ from torchrl_ext.control.client import EngineClient as EngineClient
 from torchrl_ext.control.discovery import connect as connect
 from torchrl_ext.control.discovery import discover as discover
 from torchrl_ext.control.requests.client import InferenceClient as InferenceClient
-from torchrl_ext.data.ipc.transport import IPCTransport as IPCTransport
 from torchrl_ext.data.sharded.transport import ShardedTransport as ShardedTransport
 from torchrl_ext.data.transports.base import Transport
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport as VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta import DeltaTransport as DeltaTransport
 from torchrl_ext.data.transports.disk import DiskTransport as DiskTransport
+from torchrl_ext.data.transports.ipc import IPCTransport as IPCTransport
 from torchrl_ext.data.transports.memory import MemoryTransport as MemoryTransport
 from torchrl_ext.data.weights.derived import as_source as as_source
 from torchrl_ext.data.weights.source import WeightSource as WeightSource

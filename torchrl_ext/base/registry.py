@@ -147,7 +147,7 @@ transports = Registry(
         ),
         "disk": ("data.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"),
         "delta": ("data.transports.delta:DeltaTransport", "only what changed, as a chain of versions"),
-        "ipc": ("data.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
+        "ipc": ("data.transports.ipc:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
         "sharded": (
             "data.sharded.transport:ShardedTransport",
             "slices from the trainer ranks that hold them to the workers that need them",

@@ -21,12 +21,12 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import nccl
+from torchrl_ext.data.group.buckets import Packer
 from torchrl_ext.data.group.carrier import DEVICE
 from torchrl_ext.data.group.group import Group
 from torchrl_ext.data.group.nccl import NcclCarrier
 from torchrl_ext.data.transports import collective, native
 from torchrl_ext.data.transports.base import Worker
-from torchrl_ext.data.transports.buckets import Packer
 from torchrl_ext.data.transports.collective import Incoming, buckets_of, send_buckets
 from torchrl_ext.data.transports.native import NativeTransport
 

@@ -29,9 +29,9 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.cli.bench.data import SIZES, Shapes, shapes_bytes
 from torchrl_ext.cli.bench.runner import ratio, rounds
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.ipc.transport import IPCTransport
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.transports.disk import DiskTransport
+from torchrl_ext.data.transports.ipc import IPCTransport
 
 __all__ = ["REFERENCES", "measure"]
 

@@ -15,6 +15,7 @@ import xxhash
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
 from torchrl_ext.base.types import Info, ParamMeta, dtype_name
+from torchrl_ext.data.group.buckets import BufferPool
 from torchrl_ext.data.group.group import Group, GroupOffer, Member
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks
 from torchrl_ext.data.sharded.agreement import Needs, ShardedLoad, hand_out, read_plan
@@ -22,7 +23,6 @@ from torchrl_ext.data.sharded.plan import MemberPlan, TransferPlan, group_rank, 
 from torchrl_ext.data.sharded.rounds import RoundSender
 from torchrl_ext.data.sharded.shares import Blocks, packed, unpacked
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update
-from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 

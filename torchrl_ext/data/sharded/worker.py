@@ -9,13 +9,13 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.buckets import BufferPool
 from torchrl_ext.data.group.group import Group, GroupWorker, Member
 from torchrl_ext.data.sharded.agreement import Needs, ShardedLoad, read_plan
 from torchrl_ext.data.sharded.plan import MemberPlan
 from torchrl_ext.data.sharded.rounds import RoundReceiver
 from torchrl_ext.data.sharded.shares import Blocks, packed
 from torchrl_ext.data.transports.base import Arrival
-from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.weights.blocks import Block
 
 __all__ = ["ShardedWorker"]

@@ -17,10 +17,10 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
 from torchrl_ext.base.types import Count, Info, ParamMeta
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
+from torchrl_ext.data.group.buckets import Bucket, BufferPool, Lander, Packer, layout
 from torchrl_ext.data.group.carrier import Sizes
 from torchrl_ext.data.group.group import Group, GroupLoad, GroupOffer, GroupWorker, Member
 from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.data.transports.buckets import Bucket, BufferPool, Lander, Packer, layout
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 

@@ -44,13 +44,13 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, choose_backend
+from torchrl_ext.data.group.buckets import Bucket, Span
 from torchrl_ext.data.group.calls import made_in_time, run_beside
 from torchrl_ext.data.group.carrier import Carrier, Seat
 from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
 from torchrl_ext.data.group.nccl import NcclCarrier, new_unique_id, package
 from torchrl_ext.data.group.store import KeyStore, dial, listen
 from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
-from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
 
 __all__ = ["NAME", "GroupInvitation", "Meeting", "NativeTransport"]

@@ -23,8 +23,8 @@ from hypothesis.strategies import randoms
 
 import torchrl_ext as tx
 from tests.data.group.members import Interrupted, broken
-from tests.data.ipc import ipc_ends
-from tests.data.ipc.ipc_ends import (
+from tests.data.transports import ipc_ends
+from tests.data.transports.ipc_ends import (
     SMALL_BYTES,
     everywhere,
     exchange,
@@ -42,11 +42,11 @@ from tests.processes import calling, files_of, maps_of, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.memory import HOST, Bell, create
 from torchrl_ext.data.group.store import HostedStore, RemoteStore
-from torchrl_ext.data.ipc import transport as ipc
-from torchrl_ext.data.ipc.memory import HOST, Bell, create
-from torchrl_ext.data.ipc.transport import IPCEnd
+from torchrl_ext.data.transports import ipc
 from torchrl_ext.data.transports.base import Arrival, Update
+from torchrl_ext.data.transports.ipc import IPCEnd
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
 

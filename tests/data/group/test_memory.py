@@ -17,8 +17,8 @@ from hypothesis.strategies import randoms
 from tests.hostile import worse_json
 from tests.processes import calling, python
 from torchrl_ext.base.errors import TransportError, WeightSyncError
-from torchrl_ext.data.ipc import memory
-from torchrl_ext.data.ipc.memory import HOST, DeviceHandle, HostHandle, create
+from torchrl_ext.data.group import memory
+from torchrl_ext.data.group.memory import HOST, DeviceHandle, HostHandle, create
 
 NOBODY = 65534
 

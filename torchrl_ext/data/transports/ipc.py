@@ -45,8 +45,8 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
 )
 from torchrl_ext.base.types import Count, Info, Params, Wire, decoded
-from torchrl_ext.data.group.store import LOST, HostedStore, KeyStore, RemoteStore, dial
-from torchrl_ext.data.ipc.memory import (
+from torchrl_ext.data.group.buckets import Bucket, Lander, Packer, layout
+from torchrl_ext.data.group.memory import (
     HOST,
     SEGMENT_BYTES,
     SLOTS,
@@ -57,8 +57,8 @@ from torchrl_ext.data.ipc.memory import (
     create,
     local_devices,
 )
+from torchrl_ext.data.group.store import LOST, HostedStore, KeyStore, RemoteStore, dial
 from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.data.transports.buckets import Bucket, Lander, Packer, layout
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 

@@ -1,1 +1,0 @@
-"""Memory that a trainer and the engines of its machine share."""
