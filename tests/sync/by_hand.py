@@ -6,8 +6,8 @@ from tests.processes import WAIT_S
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Join, Load
 from torchrl_ext.data.transports.base import Update
+from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.sync.update_source import UpdateSource
 
 
 def invitation(transport, model, workers=1):

@@ -14,10 +14,10 @@ from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, Manifes
 from torchrl_ext.base.types import Part
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
+from torchrl_ext.data.update_source import named
 from torchrl_ext.data.weights.derived import MappedSource, as_source
 from torchrl_ext.data.weights.source import ModuleSource, WeightSource
 from torchrl_ext.sync.local.inprocess import InProcessEngine, Layered
-from torchrl_ext.sync.update_source import named
 
 
 class Counted(ModuleSource):

@@ -182,7 +182,7 @@ class Outputs:
 
         Args:
             engine: the sender's.
-            source: the update's `torchrl_ext.sync.update_source.UpdateSource`; its version is read when that is over.
+            source: the update's `torchrl_ext.data.update_source.UpdateSource`; its version is read when that is over.
             reference: what `asked` returned for this update.
 
         Raises:

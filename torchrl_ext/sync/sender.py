@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -41,13 +41,13 @@ from torchrl_ext.data.transports.base import (
     steps_of,
 )
 from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.update_source import UpdateSource, named
 from torchrl_ext.data.weights.derived import as_source, converted
 from torchrl_ext.data.weights.digests import digest_of
 from torchrl_ext.data.weights.shared import differing, shared_in, tied_by_config, two_values
 from torchrl_ext.data.weights.source import MappingSource, inner_model
 from torchrl_ext.sync.connection import Connection, update_error
 from torchrl_ext.sync.outputs import Compute, Outputs, Probe
-from torchrl_ext.sync.update_source import UpdateSource, bump, named
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -231,7 +231,7 @@ class WeightSender:
         """
         with exclusive(self._transport, "update_weights"), self._connection.turn():
             report = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
-        bump(self._collectors)
+        _bump(self._collectors)
         return report
 
     def check_connection(self) -> bool:
@@ -507,6 +507,26 @@ class WeightSender:
             began=time.time() - total,
             timeline=tuple(sorted(phases, key=attrgetter("end_s"))),
         )
+
+
+def _bump(collectors: Iterable[Callable[[], Any]]) -> None:
+    """Increment the policy version of each collector once.
+
+    An error of a collector is logged, not raised, because the engines already serve the weights.
+
+    Args:
+        collectors: references that return a collector, or None if it no longer exists.
+    """
+    seen: set[int] = set()
+    for known in collectors:
+        collector = known()
+        if collector is None or id(collector) in seen:  # no truth test: it takes len(), which endless collectors lack
+            continue
+        seen.add(id(collector))
+        try:
+            collector.increment_version()
+        except Exception:
+            log.error("a collector did not register the new weights, which are in service", exc_info=True)
 
 
 def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:

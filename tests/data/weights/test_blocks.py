@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from tests.data.weights.test_view import SHAPES, blocks_of, counted
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
 from torchrl_ext.data.weights.derived import ConvertedSource
 from torchrl_ext.data.weights.gather import disjoint, owners
 from torchrl_ext.data.weights.hf_names import SameWeights
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.data.weights.view import View
-from torchrl_ext.sync.update_source import UpdateSource
 
 
 def test_group_of_copied_tensors_is_made_once_at_the_first_take():

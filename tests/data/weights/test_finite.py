@@ -12,10 +12,10 @@ from torch import nn
 import torchrl_ext as tx
 from tests.lag.device import waits
 from torchrl_ext.base.errors import ManifestError, UpdateError
+from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.blocks import Block, Shard
 from torchrl_ext.data.weights.source import FiniteCheck, MappingSource, ModuleSource, WeightSource, checked
 from torchrl_ext.sync.local.inprocess import InProcessEngine
-from torchrl_ext.sync.update_source import UpdateSource
 
 ROUTES = {
     "memory": {},

@@ -18,12 +18,12 @@ from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.base.types import ParamMeta, is_torchrl
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.port import restated
+from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.sync.local.module import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.update_source import UpdateSource
 
 __all__ = ["InProcessEngine"]
 

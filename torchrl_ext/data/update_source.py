@@ -1,13 +1,12 @@
-"""`UpdateSource` wraps the source of one update, `named` checks names of its tensors, and `bump` counts versions."""
+"""`UpdateSource` wraps the source of one update, and `named` checks names of its tensors."""
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torchrl_ext.data.weights.derived import MappedSource
 from torchrl_ext.data.weights.digests import Digests
 from torchrl_ext.data.weights.source import FiniteCheck, WeightSource, checked
 
-__all__ = ["UpdateSource", "bump", "named"]
+__all__ = ["UpdateSource", "named"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -219,23 +218,3 @@ def named(only: Collection[str], source: WeightSource) -> frozenset[str]:
             state="nothing was sent",
         )
     return frozenset(sent[name] for name in names)
-
-
-def bump(collectors: Iterable[Callable[[], Any]]) -> None:
-    """Increment the policy version of each collector once.
-
-    An error of a collector is logged, not raised, because the engines already serve the weights.
-
-    Args:
-        collectors: references that return a collector, or None if it no longer exists.
-    """
-    seen: set[int] = set()
-    for known in collectors:
-        collector = known()
-        if collector is None or id(collector) in seen:  # no truth test: it takes len(), which endless collectors lack
-            continue
-        seen.add(id(collector))
-        try:
-            collector.increment_version()
-        except Exception:
-            log.error("a collector did not register the new weights, which are in service", exc_info=True)
