@@ -241,6 +241,31 @@ class TransportContract(ABC):
     def trainer(self, trainers: Callable[[], Transport]) -> Transport:
         return trainers()
 
+    def test_day_in_the_life(self, trainer: Transport) -> None:
+        """A worker joins and follows three versions; another takes its place, and dies; the next update joins anew."""
+        policy, first, late = (nn.Linear(6, 5) for _ in range(3))
+        sender = tx.WeightSender(trainer, Engine(_Remote(first)))
+        sender.register_model(policy)
+        for version in (1, 2, 3):
+            report = sender.update_weights()
+            assert (report.version, report.verified) == (version, True)
+            assert_held(first, policy)
+            _train(policy)
+        receiver, before = tx.WeightReceiver(late), _copied(first)
+        sender.init_all_workers_group(vllm_engine=Engine(_Remote(receiver)))
+        assert sender.update_weights().verified
+        assert_held(late, policy)
+        assert_held(first, before)  # the old one gets nothing more
+        _train(policy)
+        receiver.close()
+        with pytest.raises(WeightSyncError):
+            sender.update_weights()
+        assert sender.update_weights().verified
+        assert_held(late, policy)
+        sender.shutdown()
+        sender.shutdown()
+        assert not sender.check_connection()
+
     def test_it_is_the_class_behind_its_registered_name(self, trainer: Transport) -> None:
         assert type(trainer) is transports.load(self.name)
         assert trainer.name == self.name
@@ -250,22 +275,6 @@ class TransportContract(ABC):
         held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
         assert tx.WeightSender(trainer, Engine(_Remote(held)), finite=False).update_weights(weights).verified
         assert_held(held, weights)
-
-    def test_rejoining_worker_replaces_the_old_one(self, trainer: Transport) -> None:
-        """A worker that takes another's place gets the next version; the old one gets nothing more."""
-        policy, first, second = (nn.Linear(6, 5) for _ in range(3))
-        sender = tx.WeightSender(trainer, Engine(_Remote(first)))
-        sender.register_model(policy)
-        for served in (first, second):
-            assert sender.update_weights().verified
-            assert_held(served, policy)
-            _train(policy)
-            if served is first:
-                before = _copied(first)
-                sender.init_all_workers_group(vllm_engine=Engine(_Remote(second)))
-        assert_held(first, before)
-        assert sender.update_weights().verified
-        assert_held(second, policy)
 
     @pytest.mark.parametrize("shared", [True, False], ids=["one client", "a client each"])
     def test_two_senders_take_turns_on_one_engine(self, trainers: Callable[[], Transport], shared: bool) -> None:
