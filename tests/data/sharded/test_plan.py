@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import time
 import zlib
 
 import msgspec
@@ -12,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.sharded.plans import Layout, carry_out, member_of, random_case, shares, stretch
+from tests.data.sharded.plans import Layout, carry_out, random_case, shares, stretch
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.sharded.agreement import Needs
-from torchrl_ext.data.sharded.plan import Blocks, MemberPlan, TransferPlan, make_plan
-from torchrl_ext.data.sharded.shares import packed, unpacked
+from torchrl_ext.data.sharded.plan import Blocks, Shares, TransferPlan, make_plan, packed, unpacked
+from torchrl_ext.data.sharded.worker import Needs
 from torchrl_ext.data.weights.blocks import Block
 
 MODEL = [
@@ -47,39 +48,70 @@ def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MO
 def test_plan_delivers_each_needed_element_once_within_bounds(rng):
     """Each worker gets each element that it needs exactly once, within the bounds of the buckets."""
     params, held, needed, bucket_bytes = random_case(rng)
-    carry_out(plan_of(held, needed, bucket_bytes, params), held, needed)
+    plan = plan_of(held, needed, bucket_bytes, params)
+    carry_out(plan, held, needed, bucket_bytes)
+    note = json.dumps(Shares.of(shares(held), shares(needed), bucket_bytes).to_json())
+    assert Shares.from_json(json.loads(note)).plan(params).digest == plan.digest
+
+
+def test_plans_that_differ_have_other_digests():
+    needed = [[list(blocks) for blocks in member] for member in TP_2]
+    needed[1][6] = []
+    plans = [plan_of(FSDP_4, TP_2), plan_of(HSDP_2X2, TP_2), plan_of(FSDP_4, needed), plan_of(FSDP_4, TP_2, 1 << 13)]
+    plans += [plan_of(FSDP_4, [*TP_2, TP_2[0]]), plan_of(FSDP_4, [*TP_2, TP_2[1]])]
+    assert len({plan.digest for plan in plans}) == len(plans)
+
+
+def test_a_large_group_is_planned_in_seconds():
+    """A plan of 1,000 parameters for 64 ranks and 256 workers, each of which needs a part of its own."""
+    params = [
+        ParamMeta(f"{layer}.{name}", torch.bfloat16, shape)
+        for layer in range(125)
+        for name, shape in {
+            "n": (64,),
+            "q": (4096, 4096),
+            "k": (1024, 4096),
+            "g": (12288, 4096),
+            "r": (512, 512),
+        }.items()
+        for _ in range(1 + (name in "nqg"))
+    ]
+    held, needed = (
+        shares([[stretch(meta.shape, axis(meta), at, parts) for meta in params] for at in range(parts)])
+        for parts, axis in ((64, lambda meta: 0), (256, lambda meta: len(meta.shape) - 1))
+    )
+    began = time.process_time()
+    note = Shares.of(held, needed, 8 << 20)
+    plan = note.plan(params)
+    assert plan.member(1).rounds and time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("held", [FSDP_4, HSDP_2X2, REPLICATED_4], ids=["FSDP 4", "HSDP 2x2", "replicated 4"])
 @pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 18, 1 << 30])
 def test_plan_has_every_rank_send_owned_or_replicated_elements(held, bucket_bytes):
     """Every rank sends elements that it holds; ranks that hold the same elements take turns."""
-    plan = plan_of(held, TP_2, bucket_bytes)
-    carry_out(plan, held, TP_2)
-    assert plan.rank_bytes.all()
+    loads = carry_out(plan_of(held, TP_2, bucket_bytes), held, TP_2, bucket_bytes)
+    assert loads[:, :4].sum(axis=0).all()
 
 
 def test_rounds_of_a_large_tensor_stay_near_the_busiest_member():
-    """A tensor of many buckets takes at most 1.5 times the rounds that the busiest member needs."""
+    """A tensor of many buckets takes at most 1.2 times the rounds that the busiest member needs."""
     params, bucket_bytes = [ParamMeta("w", torch.bfloat16, (1024, 512))], 1 << 13
     held, needed = (
         [[stretch((1024, 512), axis, at, members)] for at in range(members)] for axis, members in ((0, 3), (1, 5))
     )
-    plan = plan_of(held, needed, bucket_bytes, params)
-    assert plan.rounds <= 1.5 * max(*plan.rank_bytes, *plan.worker_bytes) / bucket_bytes
+    loads = carry_out(plan_of(held, needed, bucket_bytes, params), held, needed, bucket_bytes)
+    assert len(loads) <= 1.2 * loads.sum(axis=0).max() / bucket_bytes
 
 
 def test_equal_workers_form_a_chain_fed_by_one_send():
     """Workers with equal needs form a chain, for which the trainer sends each element once."""
     alone, four = plan_of(FSDP_4, TP_2), plan_of(FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2])
-    assert np.array_equal(alone.rank_bytes, four.rank_bytes)
-    assert np.array_equal(four.worker_bytes, np.tile(alone.worker_bytes, 4))
-    workers = [member_of(four, 1 + worker) for worker in range(8)]
+    assert alone.nbytes == four.nbytes
+    workers = [four.member(1 + worker) for worker in range(8)]
     assert [one.successor for one in workers] == [3, 4, 5, 6, 7, 8, None, None]
     assert [one.source for one in workers] == [None, None, 1, 2, 3, 4, 5, 6]
-    for number, one in enumerate(workers):
-        assert all(list(one.links(at)) == list(workers[number % 2].links(at)) for at in range(four.rounds))
-    assert all(set(dict(member_of(four, 0).links(at))) <= {1, 2} for at in range(four.rounds))
+    carry_out(four, FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2], 1 << 20)
 
 
 def test_elements_held_by_nobody_are_named_even_if_not_needed():
@@ -145,19 +177,6 @@ def damaged(value, data):
 
 @settings(max_examples=100)
 @given(st.data())
-def test_a_damaged_plan_is_refused_or_names_what_its_member_has(data):
-    plan = plan_of(FSDP_4, TP_2)
-    notes = [plan.schedule, plan.rows(1)]
-    at = data.draw(st.integers(0, 1))
-    notes[at] = text_of(damaged(struct_of(notes[at]), data))
-    try:
-        MemberPlan(MODEL, *notes)
-    except TransportError as error:
-        assert "trainer rank 0 sent a transfer plan that cannot be read" in str(error)
-
-
-@settings(max_examples=100)
-@given(st.data())
 def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
     """A plan for damaged needs is refused, or moves only elements that lie within the parameters."""
     whole = Blocks.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
@@ -166,7 +185,7 @@ def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
         plan = make_plan(TWO, [whole], [share], bucket_bytes=1 << 10)
     except (ManifestError, TransportError):
         return
-    carry_out(plan, [[whole.blocks(at) for at in range(2)]], [[share.blocks(at) for at in range(2)]])
+    carry_out(plan, [[whole.blocks(at) for at in range(2)]], [[share.blocks(at) for at in range(2)]], 1 << 10)
 
 
 def test_a_parameter_for_which_a_worker_did_not_join_is_named():

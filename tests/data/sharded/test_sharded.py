@@ -169,17 +169,25 @@ def sent(ends, weights):
     return beside(lambda: trainer.send_weights(weights), lambda: worker.receive_weights(WAIT_S))
 
 
-def test_unreadable_transfer_plan_ends_update_on_both_sides(ends, monkeypatch):
-    """A transfer plan that a worker cannot read ends the update on both sides before a byte moves."""
+@pytest.mark.parametrize(
+    "damaged, words",
+    [
+        (lambda shares: {"table": 7}, "the shares that rank 0 "),
+        (lambda shares: shares | {"needed": ["no base64"]}, "worker 0 sent a share that cannot be read"),
+        (lambda shares: shares | {"bucket_bytes": 64}, "made another transfer plan than rank 1 "),
+    ],
+    ids=["malformed", "unreadable", "other plan"],
+)
+def test_what_makes_no_plan_ends_the_update_on_both_sides(ends, monkeypatch, damaged, words):
+    """Shares of which a worker makes no plan, or another one, end the update on both sides before a byte moves."""
     put = HostedNotes.put
 
-    def damaged(self, key, value, **how):
-        return put(self, key, {"table": 7} if "/plan/" in key else value, **how)
+    def damage(self, key, value, **how):
+        return put(self, key, damaged(value) if key.endswith("/shares") else value, **how)
 
-    monkeypatch.setattr(HostedNotes, "put", damaged)
+    monkeypatch.setattr(HostedNotes, "put", damage)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
-    assert isinstance(received, tx.WeightSyncError), received
-    assert "a transfer plan that cannot be read" in str(received)
+    assert isinstance(received, tx.WeightSyncError) and words in str(received), received
     assert isinstance(outcome, tx.WeightSyncError) and "rank 1 (pid" in str(outcome), outcome
 
 

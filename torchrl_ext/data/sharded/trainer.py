@@ -19,10 +19,18 @@ from torchrl_ext.data.group import handoffs
 from torchrl_ext.data.group.meeting import Membership
 from torchrl_ext.data.group.process_group import Group
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks
-from torchrl_ext.data.sharded.agreement import Needs, ShardedLoad, hand_out, read_plan
-from torchrl_ext.data.sharded.plan import MemberPlan, TransferPlan, group_rank, make_plan
+from torchrl_ext.data.sharded.plan import (
+    Blocks,
+    MemberPlan,
+    Shares,
+    TransferPlan,
+    group_rank,
+    make_plan,
+    packed,
+    unpacked,
+)
 from torchrl_ext.data.sharded.rounds import RoundSender
-from torchrl_ext.data.sharded.shares import Blocks, packed, unpacked
+from torchrl_ext.data.sharded.worker import Needs, ShardedLoad, read_plan
 from torchrl_ext.data.transports.base import Handoff, TransferStats, Update
 from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.weights.blocks import Shard, checked_shards
@@ -67,7 +75,7 @@ class ShardedTrainer:
         self._needs: list[Needs] = []
         self._shares: list[Blocks] = []  # of every rank, as the last plan has them
         self._plan: TransferPlan | None = None
-        self._plans = self._handoffs = 0
+        self._handoffs = 0
 
     # rank 0
 
@@ -103,7 +111,7 @@ class ShardedTrainer:
         group, held = self.member.carrier(), _KeptTensor.of(update.source)
         plan, sender = self._planned(group, held), self._sender(group, held)
         self._handoffs += 1
-        load = ShardedLoad(group=group.generation, handoff=self._handoffs, plan=self._plans)
+        load = ShardedLoad(group=group.generation, handoff=self._handoffs, plan=plan.digest)
         stats = TransferStats(bytes=0)  # until something is sent
 
         def transfer(within: Deadline) -> None:
@@ -111,14 +119,14 @@ class ShardedTrainer:
             began = time.perf_counter()
             self._send(group, sender, load.handoff, update.version, stats)
             stats.spans.since("transfer", began)
-            stats.bytes = int(plan.rank_bytes.sum())
+            stats.bytes = plan.nbytes
             stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
             stats.whole |= {shard.meta.name: shard.why for shard in held.shards if shard.gathers}
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
     def _planned(self, group: Group, held: _KeptTensor) -> TransferPlan:
-        """Return the plan for what all ranks hold now; make it and hand it out where something has changed."""
+        """Return the plan for what all ranks hold now; where something has changed, every member makes a new one."""
         known, session = list(map(_digest, self._shares)), self._ranks().session
         answers = session.ask("describe", params=_digest(held.params), known=known)
         shares = [held.share]
@@ -132,9 +140,9 @@ class ShardedTrainer:
             self._plan = None
             needed = [needs.of(held.params, self._params) for needs in self._needs]
             plan = make_plan(held.params, shares, needed, bucket_bytes=self._bucket_bytes)
-            self._plans += 1
-            hand_out(group, self._plans, plan)
-            session.ask("plan", number=self._plans)
+            group.notes.drop(f"{group.generation}/needs/")
+            group.notes.put(f"{group.generation}/shares", Shares.of(shares, needed, self._bucket_bytes).to_json())
+            session.ask("plan", digest=plan.digest)
             self._own, self._shares, self._plan = plan.member(0), shares, plan
         return plan
 
@@ -183,7 +191,7 @@ class ShardedTrainer:
 
     def _take_plan(self, order: Info) -> None:
         assert self._held is not None  # rank 0 asks for it first
-        self._own = read_plan(self.member.carrier(), order["number"], self._held.params, self.member.timeout_s)
+        self._own = read_plan(self.member.carrier(), order["digest"], self._held.params, self.member.timeout_s)
 
     def _send_own(self, order: Info) -> Info:
         return {"sent": self._sender(self.member.carrier(), self._held).send()}

@@ -29,7 +29,7 @@ class ShardedTransport(StandaloneTransport):
 
     Every rank of the trainer (of torch's process group, or a single process without a group) creates a transport, and
     calls `update_weights` or `send_weights`. Ranks report to rank 0 the blocks that they hold (`WeightSource.shards`),
-    workers the blocks that they need, and rank 0 computes a transfer plan and sends each member its part.
+    workers the blocks that they need, and every member makes the same transfer plan of them.
 
     Args:
         master_address: address of trainer rank 0, as workers and other trainer ranks reach it.

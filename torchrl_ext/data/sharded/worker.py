@@ -2,25 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
+import msgspec
 from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.group.handoffs import GroupWorker
+from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
 from torchrl_ext.data.group.meeting import Membership
 from torchrl_ext.data.group.process_group import Group
-from torchrl_ext.data.sharded.agreement import Needs, ShardedLoad, read_plan
-from torchrl_ext.data.sharded.plan import MemberPlan
+from torchrl_ext.data.sharded.plan import Blocks, MemberPlan, Shares, packed
 from torchrl_ext.data.sharded.rounds import RoundReceiver
-from torchrl_ext.data.sharded.shares import Blocks, packed
 from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["ShardedWorker"]
+__all__ = ["Needs", "ShardedLoad", "ShardedWorker", "read_plan"]
+
+
+class ShardedLoad(GroupLoad, frozen=True, kw_only=True):
+    """One handoff.
+
+    Attributes:
+        plan: digest of the transfer plan.
+    """
+
+    plan: str
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """The needs of one worker.
+
+    Attributes:
+        share: of the parameters for which it joined; None for all of every tensor.
+        whole: the tensors that it needs whole although the engine is sharded -> the reason.
+    """
+
+    share: Blocks | None
+    whole: dict[str, str]
+
+    def of(self, params: Sequence[ParamMeta], joined: Sequence[ParamMeta]) -> Blocks:
+        """Return the share of the parameters of an update.
+
+        Args:
+            params: of the update.
+            joined: for which the worker joined.
+
+        Raises:
+            ManifestError: one is not among those; or the share is of another number of parameters.
+        """
+        if self.share is None:
+            return Blocks.of_blocks((Block.whole(meta.shape),) for meta in params)
+        if tuple(params) == tuple(joined):
+            return self.share
+        blocks = dict(zip(joined, map(self.share.patterns.__getitem__, self.share.indices), strict=False))
+        absent = [meta for meta in params if meta not in blocks]
+        if absent:
+            raise ManifestError(
+                f"a worker joined without {absent[0]}, of which it needs slices",
+                expected="an update of parameters for which engines were connected",
+                state="nothing was sent",
+                hint="connect the engines again for the new model",
+            )
+        return Blocks.of_blocks(map(blocks.__getitem__, params))
+
+
+def read_plan(group: Group, digest: str, params: Sequence[ParamMeta], timeout_s: float) -> MemberPlan:
+    """Make the plan of an update from the shares that rank 0 left, and return this member's part of it.
+
+    Raises:
+        TransportError: the shares are not there, or cannot be read; or rank 0 made another plan of them.
+    """
+    notes = list(group.notes.wait(f"{group.generation}/shares", Deadline(timeout_s, stop=group.stop)))
+    if not notes:
+        raise TransportError(f"{group.call([0])} left no shares of a transfer plan", state="nothing was moved")
+    plan = Shares.from_json(notes[0], f"the shares that {group.call([0])} left").plan(params)
+    if plan.digest != digest:
+        raise TransportError(
+            f"{group.call([0])} made another transfer plan than {group.call([group.rank])} of the same shares",
+            expected=f"plan {digest}, and found {plan.digest}",
+            state="nothing was moved",
+            hint="use one release of torchrl_ext on every rank and engine",
+        )
+    return plan.member(group.rank)
 
 
 @final
@@ -45,7 +112,7 @@ class ShardedWorker(GroupWorker):
         self._slices, self._whole = slices or {}, whole or {}
         self._pool = BufferPool(member.device)
         self._plan: MemberPlan | None = None
-        self._number = 0  # of the plan
+        self._digest = ""  # of the plan
 
     def enter(self, room: str, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
         """Join the group that trainer rank 0 forms in ``room``, and leave a note of the needs of this worker.
@@ -70,7 +137,7 @@ class ShardedWorker(GroupWorker):
         return self._slices.get(meta.name, (Block.whole(meta.shape),))
 
     def incoming(self, group: Group, load: ShardedLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
-        if self._plan is None or self._number != load.plan:
+        if self._plan is None or self._digest != load.plan:
             self._plan = read_plan(group, load.plan, arrival.params, self.member.timeout_s)
-            self._number = load.plan
+            self._digest = load.plan
         return RoundReceiver(self._plan, [self._needed(meta) for meta in arrival.params], into, group, self._pool)
