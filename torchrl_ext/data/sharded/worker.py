@@ -80,7 +80,7 @@ def read_plan(group: Group, digest: str, params: Sequence[ParamMeta], timeout_s:
     if not notes:
         raise TransportError(f"{group.call([0])} left no shares of a transfer plan", state="nothing was moved")
     plan = Shares.from_json(notes[0], f"the shares that {group.call([0])} left").plan(params)
-    if plan.digest != digest:
+    if plan.digest != digest:  # gloo ends the whole process where a message has another size at its two ends
         raise TransportError(
             f"{group.call([0])} made another transfer plan than {group.call([group.rank])} of the same shares",
             expected=f"plan {digest}, and found {plan.digest}",
