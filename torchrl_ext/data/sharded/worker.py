@@ -74,7 +74,7 @@ def read_plan(group: Group, digest: str, params: Sequence[ParamMeta], timeout_s:
     """Make the plan of an update from the shares that rank 0 left, and return this member's part of it.
 
     Raises:
-        TransportError: the shares are not there, or cannot be read; or rank 0 made another plan of them.
+        TransportError, ConfigError: the shares are not there, or malformed; or rank 0 made another plan of them.
     """
     notes = list(group.notes.wait(f"{group.generation}/shares", Deadline(timeout_s, stop=group.stop)))
     if not notes:
