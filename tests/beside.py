@@ -20,7 +20,6 @@ SHORT = frozenset(
         "data/group/test_collective_meeting.py",
         "data/transports/test_delta_broadcast.py",
         "data/ipc/test_ipc.py",
-        "data/ipc/test_ipc_failures.py",
         "data/transports/test_native.py",
     }
 )

@@ -31,7 +31,7 @@ MODULES = (
     "torchrl_ext.data.deltas.codec_loops",
     "torchrl_ext.engines.embedded.engine",
     "torchrl_ext.engines.embedded.server",
-    "torchrl_ext.data.deltas.host_loops",
+    "torchrl_ext.data.deltas.loops",
     "torchrl_ext.control.requests.client",
     "torchrl_ext.sync.local.inprocess",
     "torchrl_ext.sync.sender",

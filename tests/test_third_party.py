@@ -113,7 +113,7 @@ def run(*command, cwd=ROOT):
 
 def test_it_is_as_short_as_the_page_says():
     lines = (ROOT / "tests/third_party/courier.py").read_text().splitlines()
-    assert len(list(filter(str.strip, lines))) <= 120
+    assert len(list(filter(str.strip, lines))) <= 100
 
 
 def test_it_passes_the_contract_that_is_shipped(package, site):

@@ -20,7 +20,7 @@ from tests.bench.frame import say
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.data import model_shapes, synthetic_pair
 from torchrl_ext.cli.bench.runner import rounds
-from torchrl_ext.data.deltas.blocks import KINDS
+from torchrl_ext.data.deltas.blocks import KINDS, decode_block, encode_block
 from torchrl_ext.data.deltas.streams import Found, StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_of, units
 
@@ -65,13 +65,13 @@ def _case(before: Tensor, after: Tensor, repeats: int) -> Any:
     table, changed = ParamTable.of([ParamMeta("w", dtype, old.shape)]), sum(block.positions.size for block in blocks)
 
     def write(kind: str) -> list[bytes]:
-        return [KINDS[kind].encode(unit, block) for block in blocks]
+        return [encode_block(kind, unit, block) for block in blocks]
 
     coded = {kind: write(kind) for kind in KINDS}
 
     def read(kind: str) -> list[StreamPatch]:
         rows = zip(coded[kind], blocks, strict=True)
-        return [KINDS[kind].decode(data, table, 0, own.start, own.size, own.old) for data, own in rows]
+        return [decode_block(kind, data, table, 0, own.start, own.size, own.old) for data, own in rows]
 
     for kind in KINDS:
         for block, patch in zip(blocks, read(kind), strict=True):

@@ -13,8 +13,8 @@ import xxhash
 from tests.bench.frame import say
 from torchrl_ext.base.devices import settle
 from torchrl_ext.cli.bench.runner import ratio, rounds
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.deltas.bits import Piece
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import byte_view
 
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)

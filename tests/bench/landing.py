@@ -1,8 +1,8 @@
 """``python -m tests.bench landing``: what a pause costs, when a delta lands and when everything does.
 
-Without ``--engine``: the commit alone, in vLLM's own model class without a server, beside a full reload and vLLM's own
-`load_checkpoint_weight_patches`. With ``--engine vllm``: end to end, a server that generates while it follows by delta
-and by full files.
+Without ``--engine``: the commit alone, in vLLM's own model class without a server, beside a scatter of the same values
+that checks nothing, a full reload, and vLLM's own `load_checkpoint_weight_patches`. With ``--engine vllm``: end to end,
+a server that generates while it follows by delta and by full files.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure(
 
 
 def measure_commit(model: Path, folder: Path, repeats: int) -> dict[str, Any]:
-    """Commit 1 % of the elements, beside a reload and vLLM's own patches, where vLLM is.
+    """Commit 1 % of the elements, beside a bare scatter, a reload and vLLM's own patches, where vLLM is.
 
     Raises:
         EngineError: the process with the model failed; the message has the end of what it printed.
@@ -88,6 +88,7 @@ def measure_commit(model: Path, folder: Path, repeats: int) -> dict[str, Any]:
         raise EngineError(f"the process with vLLM's model ended with status {done.returncode}: {done.stderr[-3000:]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return found | {
+        "commit / bare scatter": found["commit_s"] / found["scatter_s"],
         "commit / reload": found["commit_s"] / found["reload_s"],
         "commit / vLLM's patches": found["commit_s"] / found["vllm_s"],
     }

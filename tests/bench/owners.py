@@ -21,14 +21,14 @@ from torch import nn
 
 from tests.bench.frame import say, together
 from tests.memory import track_peak
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.runner import seconds
-from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.deltas.streams import find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.versions.owned import FlatCopies
-from torchrl_ext.data.versions.payloads import BlockFiles, code
+from torchrl_ext.data.versions.payloads import DeltaFiles
 from torchrl_ext.data.weights.gather import owners
 from torchrl_ext.sync.sender import WeightSender
 
@@ -82,9 +82,9 @@ def _coding(ranks: int, layers: int, width: int, repeats: int, density: float) -
 
     def coded(one: FlatCopies) -> None:
         rows = ((0, number, tensors[meta.name]) for number, meta in enumerate(one.table.params))
-        then = partial(code, one.table, make_codec("ulp"))
-        blocks = find(one.table, one.bits, rows, then, threads=worker_threads(), follow=True)
-        deque(BlockFiles(one.table).laid(blocks), maxlen=0)
+        made = DeltaFiles(one.table, encodings.make("ulp"))
+        blocks = find(one.table, one.bits, rows, made.code, threads=worker_threads(), follow=True)
+        deque(made.files(1, blocks), maxlen=0)
 
     taken: list[list[float]] = [[] for _ in copies]
     for turn in range(repeats + 1):

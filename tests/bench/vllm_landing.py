@@ -29,25 +29,55 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.cli.bench.runner import seconds
-from torchrl_ext.data.deltas.table import SparsePatch, units
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.vllm.model import VLLMModel
 from torchrl_ext.engines.vllm.register import register
 
+_BLOCK = 1 << 22  # units of a range, as transports cut streams
+
 
 class _Step:
-    """What `Patchable.stage` uses of a transport's changes."""
+    """What `Patchable.stage` uses of a transport's changes, of tensors of one dtype."""
 
-    def __init__(self, patches: list[SparsePatch]) -> None:
-        self._patches = patches
+    def __init__(self, own: list[StreamPatch]) -> None:
+        self.own = own
         self.digests: Mapping[str, str] = {}  # nothing to compare with: digests are still computed
+        table = ParamTable.of(patch.meta for patch in own)
+        (stream,) = table.streams
+        firsts = zip(stream.first[:-1], stream.params.tolist(), strict=True)
+        positions = np.concatenate([first + own[param].positions for first, param in firsts])
+        values = np.concatenate([own[param].values for param in stream.params.tolist()])
+        self._ranges: list[StreamPatch] = []
+        for start in range(0, stream.size, _BLOCK):
+            size = min(_BLOCK, stream.size - start)
+            own_range = slice(*np.searchsorted(positions, (start, start + size)))
+            where = (positions[own_range] - start).astype(np.int32)
+            self._ranges.append(StreamPatch(table, 0, start, size, where, values[own_range], steps=False))
 
-    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[SparsePatch]:
-        return (patch for patch in self._patches if wanted(patch.meta.name))
+    def patches(self, wanted: Callable[[str], bool]) -> Iterator[StreamPatch]:
+        for patch in self.own:
+            wanted(patch.meta.name)
+        return iter(self._ranges)
 
     def whole(self, names: Any) -> Iterator[tuple[str, Tensor]]:
         return iter(())
+
+    def scatter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Return a call that writes the same values into these tensors, and checks nothing."""
+        writes = []
+        for patch in self.own:
+            values = torch.from_numpy(patch.values.view(np.int16))
+            flat = tensors[patch.meta.name].view(torch.int16).view(-1)
+            writes.append((flat, torch.from_numpy(patch.positions).long(), values))
+
+        def put() -> None:
+            for flat, where, values in writes:
+                flat.index_copy_(0, where, values)
+
+        return put
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -79,14 +109,16 @@ def main() -> None:
 
 
 def _measure(model: Any, loader: EngineLoader, tensors: dict[str, Tensor], repeats: int) -> dict[str, float]:
-    """Seconds to stage and commit 1 % of the elements, and vLLM's own function with the same patches."""
-    spent: dict[str, list[float]] = {"stage_s": [], "commit_s": [], "vllm_s": []}
+    """Seconds to stage and commit 1 % of the elements, beside a bare scatter, and vLLM's own function with them."""
+    spent: dict[str, list[float]] = {"stage_s": [], "commit_s": [], "scatter_s": [], "vllm_s": []}
     steps = _steps(tensors)
     theirs = [_theirs(step) for step in steps]
+    bare = [step.scatter({name: tensor.clone() for name, tensor in tensors.items()}) for step in steps]
     for turn in range(repeats + 1):
-        for step in steps:
+        for step, put in zip(steps, bare, strict=True):
             spent["stage_s"].append(seconds(partial(loader.stage, step)))
             spent["commit_s"].append(seconds(loader.commit))
+            spent["scatter_s"].append(seconds(put))
         if turn <= 2:  # it takes long
             for patches in theirs:
                 spent["vllm_s"].append(seconds(partial(load_checkpoint_weight_patches, model, patches)))
@@ -96,23 +128,23 @@ def _measure(model: Any, loader: EngineLoader, tensors: dict[str, Tensor], repea
 def _steps(tensors: dict[str, Tensor]) -> tuple[_Step, _Step]:
     """The last bit of 1 % of the elements flipped, and flipped back."""
     generator = np.random.default_rng(0)
-    forth: list[SparsePatch] = []
-    back: list[SparsePatch] = []
+    forth: list[StreamPatch] = []
+    back: list[StreamPatch] = []
     for name, tensor in tensors.items():
-        old, meta = units(tensor), ParamMeta.of(name, tensor)
+        old, table = units(tensor), ParamTable.of([ParamMeta.of(name, tensor)])
         where = np.flatnonzero(generator.random(old.size, np.float32) < 0.01).astype(np.int32)
         if where.size:
-            forth.append(SparsePatch(meta, where, old[where] ^ 1))
-            back.append(SparsePatch(meta, where, old[where]))
+            forth.append(StreamPatch.of(table, name, where, old[where] ^ 1, False))
+            back.append(StreamPatch.of(table, name, where, old[where], False))
     return _Step(forth), _Step(back)
 
 
 def _theirs(step: _Step) -> list[CheckpointWeightPatch]:
     found = []
-    for patch in step.patches():
+    for patch in step.own:
         values, where = (
             torch.from_numpy(patch.values.view(np.int16)).view(torch.bfloat16),
-            torch.from_numpy(patch.indices),
+            torch.from_numpy(patch.positions),
         )
         found.append(CheckpointWeightPatch(patch.meta.name, patch.meta.shape, patch.meta.dtype, values, where))
     return found

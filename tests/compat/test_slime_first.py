@@ -8,20 +8,22 @@ import torch
 import zstandard
 from safetensors.torch import load
 
+from tests.data.deltas.data import diff, patch_of
 from tests.data.transports.chains import folder, published, rewrite, trainer_at
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.compat.slime.first import build_flush, flush_buckets, flush_name, parse_flush
-from torchrl_ext.data.deltas.table import SparsePatch, diff
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.testing import WAIT_S
 
 A = ParamMeta("a.weight", torch.bfloat16, (300, 300))
 B = ParamMeta("b.weight", torch.bfloat16, (7,))
 
 
-def patch(meta: ParamMeta, indices: list[int], values: list[float]) -> SparsePatch:
+def patch(meta: ParamMeta, indices: list[int], values: list[float]) -> StreamPatch:
     bits = torch.tensor(values).to(meta.dtype).view(torch.int16).numpy().view(np.uint16)
-    return SparsePatch(meta, np.array(indices, np.int32), bits)
+    return patch_of(meta, np.array(indices, np.int32), bits)
 
 
 PATCHES = [patch(A, [5, 6, 70_000], [1.0, -2.0, float("nan")]), patch(B, [0, 6], [0.5, -0.0])]
@@ -75,33 +77,30 @@ def test_delta_positions_take_four_bytes_only_for_large_gaps():
 
 @pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
 def test_a_file_reads_back_with_nan_and_signed_zero(encoding):
-    file = parse_flush(build_flush(PATCHES, encoding, current_version="7"), "f", {"a.weight": A, "b.weight": B})
+    file = parse_flush(build_flush(PATCHES, encoding, current_version="7"), "f", ParamTable.of([A, B]))
     assert (file.encoding, file.current_version) == (encoding, "7")
     for found, meant in zip(file.patches, PATCHES, strict=True):
         assert found.meta == meant.meta
-        assert found.indices.tolist() == meant.indices.tolist()
+        assert found.positions.tolist() == meant.positions.tolist()
         assert found.values.tolist() == meant.values.tolist()
 
 
 def test_a_file_whose_writer_widened_mixed_dtypes_is_refused():
     wide = ParamMeta("c", torch.float32, (3,))
-    data = build_flush(
-        [SparsePatch(wide, np.array([1], np.int32), np.array([1], np.uint32))], "indices", current_version="1"
-    )
+    data = build_flush([patch_of(wide, np.array([1]), np.array([1], np.uint32))], "indices", current_version="1")
     header, rest = header_of(data)
     header["__metadata__"]["params"][0]["dtype"] = "bfloat16"
     with pytest.raises(IntegrityError, match="writes c bfloat16"):
-        parse_flush(joined(header, rest), "f", {"c": ParamMeta("c", torch.bfloat16, (3,))})
+        parse_flush(joined(header, rest), "f", ParamTable.of([ParamMeta("c", torch.bfloat16, (3,))]))
 
 
 def test_flush_buckets_hold_one_dtype_and_a_bounded_size():
     """A bucket holds patches of one dtype and is flushed before it exceeds the buffer size."""
     other = ParamMeta("h", torch.float16, (100,))
-    halves = [SparsePatch(other, np.arange(10, dtype=np.int32), np.zeros(10, np.uint16))] * 2
+    halves = [patch_of(other, np.arange(10), np.zeros(10, np.uint16))] * 2
     large = patch(A, list(range(1000)), [1.0] * 1000)
     small = patch(B, [1], [1.0])
-    empty = patch(B, [], [])
-    stream = [small, halves[0], empty, large, small, halves[1]]
+    stream = [small, halves[0], large, small, halves[1]]
     buckets = list(flush_buckets(stream, "indices", buffer_bytes=200))
     assert [[one.meta.name for one in bucket] for bucket in buckets] == [
         ["b.weight"],
@@ -117,7 +116,7 @@ def test_flush_buckets_hold_one_dtype_and_a_bounded_size():
 def test_what_the_format_cannot_carry_is_refused():
     huge = ParamMeta("huge", torch.bfloat16, (2**32,))
     with pytest.raises(ConfigError, match="huge"):
-        build_flush([SparsePatch(huge, np.array([0]), np.zeros(1, np.uint16))], "indices", current_version="1")
+        build_flush([patch_of(huge, np.array([0]), np.zeros(1, np.uint16))], "indices", current_version="1")
     pair = ParamMeta("z", torch.complex128, (2,))
     with pytest.raises(ConfigError, match="z complex128"):
         build_flush(
@@ -156,13 +155,13 @@ def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
     header, rest = header_of(build_flush(PATCHES, "indices", current_version="7"))
     change(header["__metadata__"]["params"], header)
     with pytest.raises(IntegrityError, match=why) as caught:
-        parse_flush(joined(header, rest), "weight_v000007/rank0000_flush000000", {"a.weight": A, "b.weight": B})
+        parse_flush(joined(header, rest), "weight_v000007/rank0000_flush000000", ParamTable.of([A, B]))
     assert "rank0000_flush000000" in str(caught.value)
 
 
 @pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "morse"}]], ids=str)
 def test_manifest_without_a_known_file_encoding_is_refused(tmp_path, codecs):
     published(tmp_path, 2, encoding="deltas", keyframe_every=0)
-    rewrite(folder(tmp_path, 2) / "manifest.json", lambda document: document.update(codecs=codecs))
-    with pytest.raises(ManifestError, match=r"does not describe a codec|unknown encoding|weight_v000002 is coded as"):
+    rewrite(folder(tmp_path, 2) / "manifest.json", lambda document: document["delta"].update(codecs=codecs))
+    with pytest.raises(ManifestError, match=r"weight_v000002 (has an unknown encoding|is coded as)"):
         trainer_at(tmp_path).receive_weights(WAIT_S)

@@ -159,15 +159,15 @@ class Trainer:
         for version in versions:
             source = as_source(made(version))
             handoff = self._transport.prepare(Update(source=source, version=version), Deadline(10))
-            own = {"transport": "disk", "version": version, "params": [meta.to_json() for meta in self._params]}
-            self._loads[version] = {**own, **handoff.info}
+            own = {"version": version, "params": [meta.to_json() for meta in self._params]}
+            self._loads[version] = {**own, "handoff": handoff.info}
             self._digests[version] = {name: position_digest(tensor).hex() for name, tensor in source}
 
     def invitation(self):
         self._joined += 1
         return {
-            **self._transport.open(1, self._params, Deadline(10)).info,
             "transport": "disk",
+            "offer": self._transport.open(1, self._params, Deadline(10)).info,
             "connection": f"{self.name} {self._joined}",
             "sender": self.name,
             "params": [meta.to_json() for meta in self._params],

@@ -19,9 +19,8 @@ FILE = Path(__file__).with_suffix("").with_name("exchanges.json")
 QUESTIONS = ("state", "poll", "inspect")
 VARY = ("path", "root", "probe", "run_id", "trainer", "connection", "weights_path", "model_path", "a", "b")
 PARAMS = [["a", "bfloat16", [2, 3]], ["none", "float32", [0, 4]], ["b", "float32", [5]]]
-LOAD = {"transport": "native", "version": 8, "params": PARAMS, "calls": [[0, 1], [1, 2], [2, 3]]}
+LOAD = {"version": 8, "params": PARAMS, "handoff": {"calls": [[0, 1], [1, 2], [2, 3]]}}
 GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "world_size": 3}
-NATIVE = {"transport": "native", "bucket_bytes": 4096, "params": [], "rank_offset": 2, "world_size": 3}
 GROUPS = {
     "sglang": {"make": "sglang", "group": {**GROUP, "group_name": "torchrl_ext", "backend": "gloo"}},
     "vllm": {"make": "vllm", "group": {**GROUP, "nccl_unique_id_b64": "QUJD"}},
@@ -39,6 +38,12 @@ SCENARIOS = {
 }
 
 
+def joining(make):
+    """How engines of a make join a `native` transport."""
+    offer = {"bucket_bytes": 4096, **GROUPS[make]}
+    return {"transport": "native", "params": [], "rank_offset": 2, "world_size": 3, "offer": offer}
+
+
 def exchanges(scenario, trainer):
     """Requests of an update that change something, twice where the engine is stock: route with query, and body."""
     port, settings = SCENARIOS[scenario]
@@ -46,7 +51,7 @@ def exchanges(scenario, trainer):
     with running(port) as fake:
         engine = client(fake, **settings)
         if "broadcasts" in scenario:
-            engine.connect({**NATIVE, **GROUPS[fake.kind]})
+            engine.connect(joining(fake.kind))
             for version in versions:
                 engine.prefetch(version)
                 with engine.updating(version):

@@ -69,7 +69,7 @@ def test_keep_cache_is_refused_for_a_server_with_a_key_store(started, update):
 
 def test_replicas_take_no_part_in_a_group(started):
     with pytest.raises(EngineRefusedError, match=r"3 data-parallel replicas.*--dp-size 1"):
-        client(started(dp_size=3)).connect({"transport": "collective", "params": []})
+        client(started(dp_size=3)).connect({"transport": "collective", "params": [], "offer": {}})
 
 
 BUSY = (400, "Flush cache failed.")

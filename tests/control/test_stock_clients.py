@@ -5,14 +5,14 @@ import pytest
 import torchrl_ext as tx
 from tests.control.engines import client, running
 from tests.control.servers import CONFIG
-from tests.control.test_exchanges import GROUP, GROUPS, LOAD, NATIVE
+from tests.control.test_exchanges import GROUP, LOAD, joining
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
 from torchrl_ext.base.types import Part
 
 LOADED = (200, {"results": [None]})
-FILES = {"transport": "disk", "params": [], "rank_offset": 1}
+FILES = {"transport": "disk", "params": [], "rank_offset": 1, "offer": {}}
 TENSORS = {**FILES, "transport": "collective"}
-VLLM, SGLANG = ({**NATIVE, **GROUPS[make]} for make in ("vllm", "sglang"))
+VLLM, SGLANG = (joining(make) for make in ("vllm", "sglang"))
 NONE = {**CONFIG, "weight_transfer_config": None}
 NCCL = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}}
 GUEST = {"load_config": {"load_format": "ipc_cache"}}
@@ -28,6 +28,10 @@ def follow(engine, info, load=LOAD):
     engine.prefetch(8)
     with engine.updating(8):
         engine.load(load)
+
+
+def meeting(join, **group):
+    return {**join, "offer": {**join["offer"], "group": group}}
 
 
 def posts(fake, start=0):
@@ -90,7 +94,7 @@ def test_stock_sglang_leaves_group_and_session_after_failed_load():
         with pytest.raises(EngineRefusedError, match=words):
             follow(engine, SGLANG)
         assert posts(fake)[-2:] == ["update_weights_from_distributed", "destroy_weights_update_group"]
-        follow(engine, {**SGLANG, "group": {**SGLANG["group"], "group_name": "torchrl_ext-1"}})
+        follow(engine, meeting(SGLANG, **SGLANG["offer"]["group"] | {"group_name": "torchrl_ext-1"}))
         left = [call.body["group_name"] for call in fake.calls if call.route == "POST /destroy_weights_update_group"]
         assert left == ["torchrl_ext", "torchrl_ext", "torchrl_ext-1"]
         sessions = [route.partition("_")[0] for route in posts(fake) if route.endswith("_weight_update")]
@@ -99,7 +103,7 @@ def test_stock_sglang_leaves_group_and_session_after_failed_load():
 
 def test_a_stock_vllm_without_a_unique_id_meets_at_the_store():
     with running("stock-vllm") as fake:
-        follow(client(fake), {**VLLM, "group": GROUP})
+        follow(client(fake), meeting(VLLM, **GROUP))
         (init,) = [call.body["init_info"] for call in fake.calls if "init_weight" in call.route]
         assert {"rank_offset", "world_size", "packed", *GROUP} <= init.keys() and "nccl_unique_id_b64" not in init
 
@@ -128,5 +132,5 @@ def test_a_stock_vllm_that_does_not_take_its_label_stays_paused():
         fake.answers = {"POST /update_weight_version": (500, {"detail": "no"}), "POST /collective_rpc": LOADED}
         engine = client(fake)
         with pytest.raises(EngineRefusedError, match="finish version 8"):
-            follow(engine, FILES, {"version": 8, "path": "/updates/8", "params": []})
+            follow(engine, FILES, {"version": 8, "handoff": {"path": "/updates/8"}})
         assert engine.rows()[0].state == "paused"

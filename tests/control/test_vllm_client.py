@@ -10,7 +10,7 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedErr
 from torchrl_ext.base.routes import ANSWERS, escaped
 from torchrl_ext.control.makes.vllm import vllm_engine
 
-JOIN = {"transport": "disk", "params": []}
+JOIN = {"transport": "disk", "params": [], "offer": {}}
 GONE = (404, {"detail": "Not Found"})
 
 

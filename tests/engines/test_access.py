@@ -227,7 +227,7 @@ def test_nothing_resumes_the_engine_while_an_update_is_open(server, http):
     opened = transport.open(1, params, within)
     thread = threading.Thread(target=opened.transfer, args=(within,), daemon=True)
     thread.start()
-    joined.connect({**opened.info, "transport": "collective", "params": [meta.to_json() for meta in params]})
+    joined.connect({"transport": "collective", "params": [meta.to_json() for meta in params], "offer": opened.info})
     thread.join()
     assert http.post("/start_weight_update").status_code == 200
     for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):
@@ -264,12 +264,15 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     (tmp_path / shared["probe"]).write_text(shared["run_id"])
     group = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "backend": "gloo", "room": "r"}
     offers = [
-        {"transport": "disk", **shared},
-        {"transport": "delta", **shared, "base": str(tmp_path), "needs_base": True},
-        {"transport": "ipc", "address": "x", "session": "y", "timeout_s": 0.05},
-        {"transport": "collective", **group, "bucket_bytes": 1000, "timeout_s": 0.05, "rank_offset": 1},
+        ("disk", shared),
+        ("delta", {**shared, "base": str(tmp_path), "needs_base": True}),
+        ("ipc", {"address": "x"}),
+        ("collective", {**group, "bucket_bytes": 1000, "timeout_s": 0.05}),
     ]
-    joining = [Join.of({**offer, "params": params}).to_json() for offer in offers]
+    joining = [
+        Join.from_json({"transport": name, "params": params, "timeout_s": 0.05, "offer": offer}).to_json()
+        for name, offer in offers
+    ]
     joining += [
         Inspect(root=shared).to_json(),
         Rehearse(how="once", ask=True).to_json(),
@@ -278,7 +281,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     asks = [
         ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": sampling, "request_id": "x"}),
         ("/prompt_logprobs", {"prompts": [[1, 2], [3, 4]]}),
-        ("/update_weights", {"update_info": Load(version=1, handoff={"params": params}).to_json()}),
+        ("/update_weights", {"update_info": {**Load(version=1, handoff={}).to_json(), "params": params}}),
         ("/update_weights", {"update_info": Verify(digests={"a": "b"}).to_json()}),
         ("/finish_weight_update", {"weight_version": "1"}),
     ]

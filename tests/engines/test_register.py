@@ -126,7 +126,7 @@ WORKER = REGISTER.replace(
     MADE
     + """
 from torchrl_ext.base.messages import Join
-join = Join.of({"transport": "disk", "params": [], "rank_offset": 0}).to_json()
+join = Join(transport="disk", params=(), rank_offset=0, offer={}).to_json()
 for step in (
     lambda: engine.init_transfer_engine(engine.parse_init_info(join)),
     engine.start_weight_update, engine.finish_weight_update, lambda: engine.invalidate(whole=True), engine.shutdown,

@@ -17,7 +17,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.engines.processed import PROBE, Absorbed, Model, ProcessedModel, Sabotage, checkpoint, outputs, processed
 from torchrl_ext.base.errors import WeightSyncError
-from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.engines import runtime
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.rehearsal import changed, chosen_positions, content

@@ -356,7 +356,7 @@ def _follows(road, own, every):
     for version in range(1, 1 + road.versions):
         if road.dies == "worker" and version == road.versions:
             within = Deadline(road.timeout_s)
-            arrival = own.mailbox.get(within, own._received)
+            arrival = own.attend(within).next(within, own._received)
             names = (name for name, _ in own.attend(within).receive(arrival, held, within))
             for number, _ in enumerate(names):
                 if 2 * number > len(held):

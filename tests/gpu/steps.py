@@ -27,7 +27,6 @@ from tests.gpu.ends import FILES, GROUPS, Road, copy_speed, device, same, settle
 from tests.processes import ROOT, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Join
-from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.weights.derived import as_source
 
@@ -49,7 +48,7 @@ def environment(scale):
         found["driver"] = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found["copy_gbps"] = round(copy_speed(max(1 << 20, int(scale * (2 << 30)))) / 1e9, 3)
     began = time.perf_counter()
-    compile_loops(make_codec("auto"), as_source(small(13, 0)).params())
+    compile_loops("auto", as_source(small(13, 0)).params())
     return found | {"compiled_s": round(time.perf_counter() - began, 1)}
 
 
@@ -85,9 +84,9 @@ class _Tests:
 def kernels(scale):
     """The suite of the kernels with torch's operators on the device, against numpy's words for what they do."""
     from tests.data.deltas import conftest
-    from torchrl_ext.data.deltas.host import TorchKernels
+    from torchrl_ext.data.deltas import torch_ops
 
-    conftest.WAYS["torch"] = TorchKernels, str(device())
+    conftest.WAYS["torch"] = torch_ops, str(device())
     return _Tests("tests/data/deltas", "test_kernels.py", "-k", "torch and not cuda and not lag").figures()
 
 

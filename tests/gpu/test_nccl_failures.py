@@ -16,9 +16,8 @@ from tests.gpu.ends import holds, model
 from tests.gpu.pairs import environment
 from tests.processes import calling, running_python
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.group import meeting
+from torchrl_ext.data.group.group import Group
 from torchrl_ext.data.group.nccl import package
-from torchrl_ext.data.group.process_group import Group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,13 +55,13 @@ def left_waiting(port, timeout_s):
 
 
 def absent(port, where):
-    """A worker that is seen in the notes, and then waits for a line."""
+    """A worker that is seen in the store, and then waits for a line."""
 
     def missing(*_):
         say("connected")
         sys.stdin.readline()
 
-    setattr(*{"forming": (meeting, "form_group"), "first sum": (Group, "total")}[where], missing)
+    setattr(Group, {"forming": "form", "first sum": "total"}[where], missing)
     end(port, 1, 300).init_all_workers_group({})
 
 

@@ -23,7 +23,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.data.group import backends
 from torchrl_ext.data.group.backends import GlooCarrier
 from torchrl_ext.data.group.calls import run_beside
-from torchrl_ext.data.group.process_group import Carrier, Move, Seat, Sizes, polled
+from torchrl_ext.data.group.carrier import Carrier, Move, Seat, Sizes, polled
 
 __all__ = ["LagCarrier", "carried"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.lag.build import library
-from torchrl_ext.data.ipc.device_memory import SHARING, Sharing
+from torchrl_ext.data.ipc.memory import SHARING, Sharing
 
 __all__ = ["counts", "here", "load", "sleeping", "waits"]
 

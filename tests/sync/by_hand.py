@@ -13,18 +13,16 @@ from torchrl_ext.sync.update_source import UpdateSource
 def invitation(transport, model, workers=1):
     """The `Join` by which ``workers`` join ``transport``, for the tensors of ``model``."""
     params = as_source(model).params()
-    info = transport.open(workers, params, Deadline(WAIT_S)).info
-    rows = [meta.to_json() for meta in params]
-    return Join.of({**info, "transport": transport.name, "params": rows, "world_size": 1 + workers})
+    offer = transport.open(workers, params, Deadline(WAIT_S)).info
+    return Join(transport=transport.name, params=params, world_size=1 + workers, offer=offer)
 
 
 def prepared(transport, weights, version):
     """The `Load` of ``weights`` as a version, which is prepared by then."""
     source = as_source(weights)
     handoff = transport.prepare(Update(source=source, version=version), Deadline(WAIT_S))
-    onto = {} if source.part is None else {"onto": source.part.base}
-    rows = [meta.to_json() for meta in source.params()]
-    return Load(version=version, handoff={**handoff.info, **onto, "transport": transport.name, "params": rows})
+    onto = None if source.part is None else source.part.base
+    return Load(version=version, params=source.params(), onto=onto, handoff=handoff.info)
 
 
 def limited(source, part):

@@ -129,7 +129,7 @@ class Messages(RuleBasedStateMachine):
         self.count += 1
         known = sorted(self.versions)
         part = None
-        if names and self.transport.parts and not self.transport.compares and known:
+        if names and self.transport.abilities.parts and not self.transport.abilities.compares and known:
             part = Part(base=known[max(0, len(known) - 1 - back)], names=frozenset(names))
         content = {name: float(self.count) for name in NAMES}
         if part is not None:

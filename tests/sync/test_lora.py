@@ -102,7 +102,7 @@ def test_an_engine_that_lost_its_adapter_is_said_to_have_none(policy, tmp_path):
 
 def test_an_unfinished_version_is_seen_by_nobody_and_removed(server, policy, tmp_path, monkeypatch):
     adapters = tx.LoraPublisher(tmp_path, server.client)
-    (tmp_path / NAME / ".draft-of-a-trainer-that-died").mkdir(parents=True)
+    (tmp_path / NAME / ".weight_v000001.tmp-of-a-trainer-that-died").mkdir(parents=True)
     monkeypatch.setattr("torchrl_ext.sync.lora.sync", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         adapters.publish(NAME, policy)

@@ -214,7 +214,7 @@ class TestFinish:
             self.refused(receiver, Finish(version=version + 1), landed)
             assert receiver.held.base != version
             assert receiver.handle(Finish(version=version))["version"] == receiver.held.base == version
-        assert receiver.handle(State()) == {"whole": True}
+        assert receiver.handle(State())["whole"] is True
 
 
 def test_memory_that_a_load_took_is_freed_once_at_its_end(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 from tests.data.deltas.data import random_bits
 from tests.lag.device import waits
-from torchrl_ext.data.deltas.blocks import make_codec
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
@@ -93,7 +93,7 @@ def test_a_keyframe_from_a_device_is_waited_for_twice(tmp_path, lag):
             for run in "ab":  # the first time keys go to the device
                 (tmp_path / f"{count}{run}").mkdir()
                 store = LocalStore(tmp_path / f"{count}{run}")
-                owner = Owned(make_codec("ulp"), FullWriter(1 << 20))
+                owner = Owned(encodings.make("ulp"), FullWriter(1 << 20))
                 settings = {"keyframe_every": 0, "base": None, "keep_files": True}
                 writer, before = ChainWriter(store, Chain(store), run, owner, **settings), waits()
                 writer.publish(held, 1)

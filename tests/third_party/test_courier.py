@@ -1,8 +1,9 @@
 """The courier keeps what `torchrl_ext` asks of a transport."""
 
 from courier import CourierTransport
+from hypothesis import settings
 
-from torchrl_ext.testing import WAIT_S, Ends, StandaloneContract, free_port
+from torchrl_ext.testing import WAIT_S, Ends, StandaloneContract, TransportLife, free_port
 
 
 class TestCourier(StandaloneContract):
@@ -14,3 +15,12 @@ class TestCourier(StandaloneContract):
 
     def make_trainer(self, tmp_path):
         return CourierTransport()
+
+
+class CourierLife(TransportLife):
+    def make_trainer(self, folder):
+        return CourierTransport()
+
+
+TestCourierLife = CourierLife.TestCase
+TestCourierLife.settings = settings(max_examples=4, stateful_step_count=12, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from torchrl_ext.base.errors import DeadlineError, TransportError, WeightSyncError
 
@@ -55,7 +55,7 @@ class Deadline:
         """Whether the deadline has passed or the stop flag is set."""
         return self.stop.is_set() or time.monotonic() >= self.until
 
-    def error(self, what: str = "", **parts: str | None) -> WeightSyncError:
+    def error(self, what: str = "", **parts: Any) -> WeightSyncError:
         """Return the error for a wait that is `over`.
 
         Args:
@@ -70,7 +70,7 @@ class Deadline:
             return TransportError(f"{what} before a failure elsewhere, or an abort, ended the wait", **parts)
         return DeadlineError(f"{what} within {self.timeout_s:g} s", **parts)
 
-    def check(self, what: str = "", **parts: str | None) -> None:
+    def check(self, what: str = "", **parts: Any) -> None:
         """Raise the `error` if the wait is `over`."""
         if self.over:
             raise self.error(what, **parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 __all__ = [
@@ -19,6 +20,7 @@ class WeightSyncError(RuntimeError):
         expected: what was expected instead.
         state: the state after the error (which weights are served, which engines are paused).
         hint: what to do next.
+        code: one of `CODES`, by which a sender in another process decides; "" for all other errors.
 
     Example:
         >>> try:
@@ -28,11 +30,20 @@ class WeightSyncError(RuntimeError):
         there is no transport called 'dlta'; did you mean 'delta'?
     """
 
+    code: str = ""
+
     def __init__(
-        self, what: str, *, expected: str | None = None, state: str | None = None, hint: str | None = None
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        state: str | None = None,
+        hint: str | None = None,
+        code: str = "",
     ) -> None:
         self.what, self.expected, self.state, self.hint = what, expected, state, hint
-        parts = {"Expected: ": expected, "State: ": state, "Next: ": hint}
+        self.code = code or type(self).code
+        parts = {"Expected: ": expected, "State: ": state, "Next: ": hint, "Code: ": self.code}
         sentences = [what, *(f"{name}{text}" for name, text in parts.items() if text)]
         super().__init__(" ".join(text if text.endswith("?") else f"{text.rstrip('.')}." for text in sentences))
 
@@ -56,6 +67,8 @@ class IntegrityError(WeightSyncError):
 
 class StaleBaseError(IntegrityError):
     """An update builds on a version that the receiver does not hold; the sender has to send a full version."""
+
+    code = "stale_base"
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
@@ -85,7 +98,7 @@ class EngineError(WeightSyncError):
         rows: one `EngineRow` per engine involved.
     """
 
-    def __init__(self, what: str, *, rows: tuple[Any, ...] = (), **more: str | None) -> None:
+    def __init__(self, what: str, *, rows: tuple[Any, ...] = (), **more: Any) -> None:
         super().__init__(what, **more)
         self.rows = rows
 
@@ -123,9 +136,24 @@ class UpdateError(EngineError):
         self.report = report
 
 
+CODES = ("replaced", "stale_base")
+"""Codes of errors that a sender answers by joining again: another sender has joined since; the base is not there."""
+
+
+def code_of(error: BaseException) -> str:
+    """Return the code of an error, also of one whose text came from another process; "" without one."""
+    text = f"{error} {error.reason if isinstance(error, EngineRefusedError) else ''}"
+    said = getattr(error, "code", "") or next(iter(_CODE.findall(text)), "")
+    return said if said in CODES else ""
+
+
+_CODE = re.compile(r" Code: (\w+)\.")
+
+
 def parsed(text: str) -> tuple[str, dict[str, str]]:
     """Split the message of a `WeightSyncError` from another process into ``what`` and a dict of the other parts."""
-    rest: dict[str, str] = {}
+    codes = [code for code in _CODE.findall(text) if code in CODES]
+    rest, text = {"code": codes[0]} if codes else {}, _CODE.sub("", text)
     for name, mark in (("hint", " Next: "), ("state", " State: "), ("expected", " Expected: ")):
         text, found, part = text.partition(mark)
         if found:

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 
 from torchrl_ext.base.errors import IntegrityError
 
-__all__ = ["LocalFile", "OpenFile", "identity", "open_regular", "sync"]
+__all__ = ["LocalFile", "OpenFile", "identity", "sync"]
 
 _Path = str | os.PathLike[str]
 
@@ -37,6 +37,25 @@ class OpenFile(ABC):
             OSError, StoreError: it cannot be read.
         """
 
+    def read(self, first: int, nbytes: int) -> bytes:
+        """Return ``nbytes`` from byte ``first`` on, or as many as there are; errors as of `read_into`."""
+        data, at = bytearray(max(0, min(nbytes, self.nbytes - first))), 0
+        with memoryview(data) as view:
+            while at < len(data) and (count := self.read_into(view[at:], first + at)):
+                at += count
+        return bytes(data[:at])
+
+    def at_most(self, nbytes: int | None) -> int:
+        """Return the size; raise IntegrityError where it is more than ``nbytes``."""
+        if nbytes is not None and self.nbytes > nbytes:
+            raise IntegrityError(
+                f"{self.path} has {self.nbytes:,} bytes",
+                expected=f"at most {nbytes:,}",
+                state="it was not read",
+                hint="write it again",
+            )
+        return self.nbytes
+
     def close(self) -> None:
         """Release it. May be called twice."""
         return
@@ -44,13 +63,42 @@ class OpenFile(ABC):
 
 @final
 class LocalFile(OpenFile):
-    """A regular file, which stays readable when it is unlinked; arguments and errors are those of `open_regular`."""
+    """A regular file, which stays readable when it is unlinked; opening it never waits for a writer, as a pipe would.
+
+    Args:
+        path: the file, or a link to it.
+        within: a directory that links may not lead out of; None where they may lead anywhere.
+
+    Raises:
+        IntegrityError: a pipe, a device, a directory or a socket; or a link out of ``within``.
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be opened.
+    """
 
     _descriptor = -1
 
     def __init__(self, path: _Path, *, within: _Path | None = None) -> None:
         self.path = os.fspath(path)
-        self._descriptor, self.nbytes = open_regular(path, within=within)
+        where = os.path.realpath(path) if within is not None else self.path
+        if within is not None and os.path.commonpath((where, root := os.path.realpath(within))) != root:
+            raise IntegrityError(
+                f"{self.path} is a link to {where}",
+                expected=f"a file under {os.fspath(within)}",
+                state="it was not read",
+                hint="replace the link by the file itself",
+            )
+        if not stat.S_ISREG(os.stat(where).st_mode):  # opening some devices has effects of its own
+            raise self._special()
+        try:
+            self._descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a socket took its place
+                raise self._special() from error
+            raise
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise self._special()
+        self.nbytes = found.st_size
 
     def read_into(self, view: memoryview, offset: int) -> int:
         return os.preadv(self._descriptor, [view], offset)
@@ -62,43 +110,13 @@ class LocalFile(OpenFile):
 
     __del__ = close
 
-
-def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]:
-    """Open a regular file for reading, and never wait for a writer of it, as opening a pipe would.
-
-    Args:
-        path: the file, or a link to it.
-        within: a directory that links may not lead out of; None where they may lead anywhere.
-
-    Returns:
-        The descriptor, closed on exec, and the size in bytes, for callers that limit it.
-
-    Raises:
-        IntegrityError: a pipe, a device, a directory or a socket; or a link out of ``within``.
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be opened.
-    """
-    where = os.path.realpath(path) if within is not None else os.fspath(path)
-    if within is not None and os.path.commonpath((where, root := os.path.realpath(within))) != root:
-        raise IntegrityError(
-            f"{os.fspath(path)} is a link to {where}",
-            expected=f"a file under {os.fspath(within)}",
+    def _special(self) -> IntegrityError:
+        return IntegrityError(
+            f"{self.path} is not a regular file",
+            expected="a regular file, not a pipe, device, directory or socket",
             state="it was not read",
-            hint="replace the link by the file itself",
+            hint="remove it, and let the trainer publish again",
         )
-    if not stat.S_ISREG(os.stat(where).st_mode):  # opening some devices has effects of its own
-        raise _special(path)
-    try:
-        descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket took its place
-            raise _special(path) from error
-        raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        raise _special(path)
-    return descriptor, found.st_size
 
 
 def identity(path: _Path) -> tuple[int, int, int, int]:
@@ -122,12 +140,3 @@ def sync(path: _Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _special(path: _Path) -> IntegrityError:
-    return IntegrityError(
-        f"{os.fspath(path)} is not a regular file",
-        expected="a regular file, not a pipe, device, directory or socket",
-        state="it was not read",
-        hint="remove it, and let the trainer publish again",
-    )

@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to an engine's workers: one frozen struct per step of an update.
 
-A message is one JSON object: ``{"format": 5, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
+A message is one JSON object: ``{"format": 6, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
 The engine's client (`torchrl_ext.control`) and plugin choose the route. Workers handle messages in
 `torchrl_ext.sync.engine_worker.EngineWorker.handle`, or, for weights in this process, in
@@ -14,29 +14,27 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 import torchrl_ext
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.base.types import Count, Info, Params, Part, Text, Wire
+from torchrl_ext.base.types import Count, Info, Params, Part, Seconds, Text, Wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "FORMAT", "NOBODY", "REPLACED", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load", "Message",
+    "FORMAT", "NOBODY", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load", "Message",
     "Poll", "Prefetch", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Start", "State", "Verify",
     "WeightsLost", "WorldSize", "partial_version", "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
-FORMAT = 5
+FORMAT = 6
 """Protocol version; `docs/formats.md` lists the changes."""
-
-REPLACED = "torchrl_ext: this sender must join again"
-"""Prefix of a worker's refusal when the sender of a step is not the one that it joined last."""
 
 NOBODY = "no sender has joined"
 """Reason in such a refusal when no sender has joined since the engine was started."""
@@ -150,6 +148,7 @@ class Join(Connected, frozen=True, kw_only=True):
         compares: whether the trainer wants to know that the model holds what it sent: by the digests of a `Verify`, or
             by those that travel with the weights.
         unproved: whether the trainer skips the rehearsal, and so accepts updates without proof.
+        timeout_s: deadline of every wait for the trainer, in seconds.
         offer: the `Wire` from the transport's trainer end to its worker ends.
     """
 
@@ -160,17 +159,8 @@ class Join(Connected, frozen=True, kw_only=True):
     world_size: WorldSize | None = None
     compares: bool = True
     unproved: bool = False
+    timeout_s: Seconds = 60.0
     offer: Info
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Join:
-        """Make the message from the info of `Transport.open`, with ``params`` added.
-
-        Raises:
-            ConfigError: a field is malformed; the message names it.
-        """
-        own = {name: value for name, value in info.items() if name in cls.__struct_fields__}
-        return cls.from_json({**own, "offer": {name: value for name, value in info.items() if name not in own}})
 
 
 class Rehearse(Connected, frozen=True, kw_only=True):
@@ -218,24 +208,16 @@ class Load(Connected, frozen=True, kw_only=True):
     """Tells workers to receive one handoff.
 
     Attributes:
-        version: the version that the handoff belongs to.
-        handoff: the `Wire` from the transport's trainer end to its worker ends. In a partial update it also has
-            ``onto``: the version that the `Prefetch` named as the part's base. ``params`` lists the parameters that
-            come; without it, these are the `Join`'s, or those of them that the `Prefetch` named.
+        version: the version that it brings.
+        params: its parameters, in order; None for those of the join, or of the part that `Prefetch` announced.
+        onto: of a partial update, the version that it builds on.
+        handoff: the `Wire` from the transport's trainer end to its worker ends.
     """
 
     version: Count
+    params: Params | None = None
+    onto: Count | None = None
     handoff: Info
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Load:
-        """Make the message from a handoff's info; the transport checks all fields except ``version``.
-
-        Raises:
-            ConfigError: ``version`` is missing or invalid.
-        """
-        handoff = {name: value for name, value in info.items() if name != "version"}
-        return cls.from_json({"version": info.get("version"), "handoff": handoff})
 
 
 class Verify(Connected, frozen=True, kw_only=True):
@@ -288,23 +270,23 @@ class Leave(Connected, frozen=True, kw_only=True):
     """Tells workers to leave the transport."""
 
 
-def replaced_by(ask: Callable[[Message], Any], connection: str) -> str:
+def replaced_by(ask: Callable[[Message], Sequence[Info]], connection: str) -> str:
     """Ask workers which sender replaced the one that joined as ``connection``; "" if none did or no worker answers."""
-    try:
-        ask(State(connection=connection))
-    except (EngineError, DeadlineError) as error:
-        _, _, rest = error.what.partition(f"{REPLACED}: ")
-        return rest.partition(". Expected:")[0].partition("; ")[0]
+    with suppress(EngineError, DeadlineError):
+        for answer in ask(State()):
+            if answer.get("connection", connection) != connection:
+                return f"{answer.get('sender') or 'another sender'} has joined" if answer["connection"] else NOBODY
     return ""
 
 
 def replaced(since: str) -> EngineRefusedError:
     """Return the error for a step of a sender that has to join again; ``since`` says which sender joined, if any."""
     return EngineRefusedError(
-        f"{REPLACED}: {since} this engine since",
+        f"this sender must join again: {since} this engine since",
         expected="steps of the sender that joined last",
         state="nothing was changed",
         hint="use one sender at a time; this sender's next update joins again and replaces the other",
+        code="replaced",
     )
 
 

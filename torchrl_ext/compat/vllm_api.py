@@ -27,7 +27,7 @@ from torchrl_ext.control.http import Answer
 from torchrl_ext.control.makes.vllm import explained
 from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.data.weights.blocks import Shard
-from torchrl_ext.data.weights.source import Row, WeightSource, checked, full, gathered_in_order
+from torchrl_ext.data.weights.source import WeightSource, checked, gathered_in_order, live_shards
 from torchrl_ext.engines.vllm.register import register_trainers
 from torchrl_ext.sync.sender import WeightSender
 
@@ -141,7 +141,7 @@ class VLLMSource(WeightSource):
         if kind.__name__ == "ModuleSource" and kind.__module__.startswith("vllm."):
             named = dict(self._source._module.named_parameters())
             for meta in self._params:
-                yield from Row(meta.name, named[meta.name], partial(full, named[meta.name])).shards()
+                yield from live_shards(meta.name, named[meta.name])
         else:
             mine = [meta for meta in self._params if self._held is None or meta.name in self._held]
             tensors = (tensor for _, tensor in checked(iter(self), mine))
@@ -173,7 +173,7 @@ class ClientPort(Port):
 
     def port_for(self, info: Info) -> Port:
         """See `Port.port_for`; ConfigError if several deployments would take the same ranks in one group."""
-        if self._size is None and "root" not in info:  # workers that read files have no ranks
+        if self._size is None and "root" not in info["offer"]:  # workers that read files have no ranks
             found = self._workers()
             if len(found) > max(answer.get("workers", 1) for answer in found):
                 what = f"{self.url} reaches several deployments, whose workers would all join as the same ranks"

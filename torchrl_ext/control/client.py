@@ -90,8 +90,8 @@ class EngineClient(ABC):
         """Make every worker join the transport of ``info``; return once they all have.
 
         Args:
-            info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine). ``connection`` names
-                the sender's connection and ``sender`` its process; workers then refuse steps from other senders.
+            info: the fields of a `torchrl_ext.base.messages.Join`, whose ``offer`` is of `Transport.open`; the client
+                adds ``rank_offset`` (1 for a single engine).
             on_failure: called as soon as one engine fails, to release others that wait for it.
         """
 
@@ -127,7 +127,12 @@ class EngineClient(ABC):
 
     @abstractmethod
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Make every worker receive one handoff; return once they all have."""
+        """Make every worker receive one handoff; return once they all have.
+
+        Args:
+            info: the fields of a `torchrl_ext.base.messages.Load`, whose ``handoff`` is of `Transport.prepare`.
+            on_failure: as for `connect`.
+        """
 
     @abstractmethod
     def commit(self, version: int) -> None:

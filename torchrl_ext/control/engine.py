@@ -20,10 +20,10 @@ from torchrl_ext.base.errors import (
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
+    code_of,
     parsed,
 )
 from torchrl_ext.base.messages import (
-    REPLACED,
     Finish,
     Inspect,
     Join,
@@ -154,7 +154,7 @@ class Engine(EngineClient):
             port, before = self._own.port_for(info), self.port
             if before is not port:
                 before.close(self._connection)  # the old port may hold a group from before a failure
-            self.port, message = port, Join.of(info)
+            self.port, message = port, Join.from_json(info)
             self._connection = message.connection
             try:
                 port.tell(message)
@@ -237,7 +237,7 @@ class Engine(EngineClient):
         self._torn = True
         known = {"params"} if self.port.proves else ()  # from the join; megabytes of very many would lengthen the pause
         with self._step("load the new weights", holding=_PART):
-            self.tell(Load.of({name: value for name, value in info.items() if name not in known}))
+            self.tell(Load.from_json({name: value for name, value in info.items() if name not in known}))
         self._loads += 1
 
     @final
@@ -508,7 +508,7 @@ class Engine(EngineClient):
         try:
             yield
         except (EngineError, DeadlineError) as error:
-            if REPLACED in error.what:  # no undo: the other sender may be in the middle of an update
+            if code_of(error) == "replaced":  # no undo: the other sender may be in the middle of an update
                 state = replaced
             elif undo is not None:
                 state = undo()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torchrl_ext.base.deadline import in_thread
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, why
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, code_of, why
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.control.client import EngineClient, _nothing
@@ -479,7 +479,8 @@ class Fleet(EngineClient):
             return next(iter(errors.values()))
         causes = {engine.url: why(error) for engine, error in errors.items()}
         words = "; ".join(cause if url in cause else f"{cause} ({url})" for url, cause in causes.items())
-        return EngineError(f"{words}; {what}", rows=self._rows(errors), state=state, hint=hint)
+        code = next(filter(None, map(code_of, errors.values())), "")
+        return EngineError(f"{words}; {what}", rows=self._rows(errors), state=state, hint=hint, code=code)
 
 
 def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:

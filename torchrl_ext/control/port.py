@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError, code_of
 from torchrl_ext.base.messages import Message
 from torchrl_ext.base.types import EngineInfo, Info
 
@@ -200,12 +200,14 @@ def restated(
     expected: str | None = None,
     hint: str | None = None,
     reason: str = "",
+    code: str = "",
 ) -> Any:
     """Return an error of the same class with the message ``what``; other arguments, if given, replace its parts."""
     more: dict[str, Any] = {
         "expected": expected or error.expected,
         "state": state or error.state,
         "hint": hint or error.hint,
+        "code": code or code_of(error),
     }
     if isinstance(error, EngineError):
         more["rows"] = error.rows

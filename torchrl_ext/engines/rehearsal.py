@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import EngineRefusedError, IntegrityError, WeightSyncError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.landing.changes import Changes
@@ -573,8 +573,7 @@ def reverting_changes(
             where = chosen_positions(name, tensor).numpy()
             where = where if sparse(name) and not meta.dtype.is_complex else where[:1]
             if where.size and wanted(name):
-                table = ParamTable.of((meta,))
-                yield StreamPatch(table, 0, 0, table.streams[0].size, where, units(tensor)[where], steps=False)
+                yield StreamPatch.of(ParamTable.of((meta,)), name, where, units(tensor)[where])
 
     def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         wanted = frozenset(names)

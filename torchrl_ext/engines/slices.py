@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.landing.placement import Landing, Placement
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.view import Block, View, Walk, merged, overlap

@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 from msgspec import Struct
 
-from torchrl_ext.base.deadline import in_thread
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import DeadlineError, StoreError, WeightSyncError, why
 from torchrl_ext.base.messages import Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.base.types import Info, decoded
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import version_number
+from torchrl_ext.data.stores.follower import Follower
+from torchrl_ext.data.stores.manifest import version_number
 from torchrl_ext.data.stores.opening import admit, open_store
 from torchrl_ext.data.transports.disk import SharedRoot
-from torchrl_ext.data.versions.open_delta import needs_old
+from torchrl_ext.data.versions.open_route import needs_old
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -133,11 +134,12 @@ class DiskLoads:
     def _land(self, path: str, label: str | None, flush: bool) -> str:
         """Stage a version while the engine serves, put it in service, and return its name."""
         engine, (chain, version) = self._engine, _located(path)
-        params = [meta.to_json() for meta in chain.version(version).params]
+        metas = chain.version(version).params
+        params = [meta.to_json() for meta in metas]
         connection = self._stage(chain, version, params)
 
         def land() -> None:
-            engine.handle(Load(connection=connection, version=version, handoff={"params": params}))
+            engine.handle(Load(connection=connection, version=version, params=metas, handoff={}))
             engine.finish(Finish(connection=connection, version=version), label)
 
         name = f"version {version} of {chain.store.url}"
@@ -154,16 +156,15 @@ class DiskLoads:
                 return joined[2]
         connection, shared = uuid.uuid4().hex, SharedRoot(chain.store, uuid.uuid4().hex)
         try:
+            base = engine.model if os.path.isdir(engine.model) else None
             info = {
-                **shared.invite(),
                 "transport": "delta",
-                "base": engine.model if os.path.isdir(engine.model) else None,
-                "needs_base": _needs_base(chain),
                 "params": params,
                 "connection": connection,
                 "sender": f"the client that named a version of {chain.store.url} to the engine itself",
+                "offer": {**shared.invite(), "base": base, "needs_base": _needs_base(chain)},
             }
-            engine.handle(Join.of(info))
+            engine.handle(Join.from_json(info))
         finally:
             shared.clear()
         engine.handle(Prefetch(connection=connection, version=version))
@@ -207,16 +208,15 @@ def _located(path: str) -> tuple[Chain, int]:
     given = Path(admit(path))
     version = version_number(given.name)
     chain = Chain(open_store(given if version is None else Path(admit(str(given.parent)))))
-    version = chain.latest() if version is None else version
-    try:
-        chain.version(version)
-    except FileNotFoundError as error:
+    follower, within = Follower(chain), Deadline(0.0)  # who asks has published, and may ask again
+    found = follower.newer(chain.version, within) if version is None else follower.reach(version, chain.version, within)
+    if found is None:
         raise StoreError(
-            f"{chain.store.url} holds no version{f' {version}' if version else ''}",
+            f"{chain.store.url} holds no version",
             state=_UNCHANGED,
             hint="publish every file of a version before you ask an engine to load it",
-        ) from error
-    return chain, version
+        )
+    return chain, found.version
 
 
 def _needs_base(chain: Chain) -> bool:

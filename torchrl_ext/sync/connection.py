@@ -8,7 +8,7 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import final
@@ -19,7 +19,7 @@ from torchrl_ext.base.reports import EngineRow, Spans, SyncReport
 from torchrl_ext.base.types import ParamMeta, label_number
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.transports.base import Handoff
+from torchrl_ext.data.transports.base import Transport
 
 __all__ = ["Connection", "update_error"]
 
@@ -39,9 +39,7 @@ class Connection:
 
     Args:
         engine: client of one engine or of a fleet.
-        invite: takes the number of workers, the parameters and a deadline; returns the handoff for joining.
-        transport: name of the transport.
-        timeout_s: deadline of every wait of the transport, in seconds.
+        transport: the trainer's end, which this object opens, and closes when an update failed.
         compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
 
@@ -53,14 +51,12 @@ class Connection:
     def __init__(
         self,
         engine: EngineClient,
-        invite: Callable[[int, tuple[ParamMeta, ...], Deadline], Handoff],
+        transport: Transport,
         *,
-        transport: str,
-        timeout_s: float = 60.0,
         compares: bool = True,
         rehearse: str = "once",
     ) -> None:
-        self.engine, self._invite, self._transport, self._timeout_s = engine, invite, transport, timeout_s
+        self.engine, self._transport = engine, transport
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
         self._id = ""
@@ -134,12 +130,13 @@ class Connection:
         return bool(replaced)
 
     def drop(self) -> None:
-        """Forget the join, so that all engines join again before the next version; a group may be incomplete."""
+        """End the connection after a failure, which may have left a group incomplete; the next version joins anew."""
         self._joined = self.delivered = None
+        self._transport.close()
 
     def close(self) -> None:
         """Leave the engines, except the ones that another sender has since joined through the same client."""
-        self.drop()
+        self._joined = self.delivered = None
         engines = self.engine.each()
         own = [one for one in engines if _speaks_for.get(one, lambda: None)() in (None, self)]
         for client in own if len(own) < len(engines) else (self.engine,):
@@ -166,20 +163,20 @@ class Connection:
         labels = [info.weight_version for info in infos]
         self.newest = max([self.newest, *(label_number(label) or 0 for label in labels)])
         self._labels = {info.url: info.weight_version for info in infos}
-        within = Deadline(self._timeout_s, f"the workers of {engine.url}")
+        within = Deadline(self._transport.timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
-            handoff = self._invite(found.world_size, params, within)
+            handoff = self._transport.open(found.world_size, params, within)
             self._id = uuid.uuid4().hex
             info = {
-                "timeout_s": self._timeout_s,
-                **handoff.info,
-                "transport": self._transport,
+                "timeout_s": self._transport.timeout_s,
+                "transport": self._transport.name,
                 "connection": self._id,
-                "sender": f"a {self._transport} sender, process {os.getpid()} on {socket.gethostname()},",
+                "sender": f"a {self._transport.name} sender, process {os.getpid()} on {socket.gethostname()},",
                 "params": [meta.to_json() for meta in params],
                 "world_size": 1 + found.world_size,
                 "unproved": self._rehearse == "never",
                 "compares": self._compares,
+                "offer": handoff.info,
             }
             with beside(lambda early: engine.connect(info, early), within):
                 handoff.transfer(within)

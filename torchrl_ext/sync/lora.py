@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
-import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +12,9 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.files import sync
 from torchrl_ext.control.client import EngineClient
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.local import LocalStore
+from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.weights.source import full
 
 __all__ = ["LoraPublisher"]
@@ -83,19 +83,30 @@ class LoraPublisher:
 
         Raises:
             ConfigError: the module has no such adapter, it is not plain LoRA, or the engines serve no adapters.
+            StoreError: the version could not be written, or another trainer publishes under this name.
             EngineError, DeadlineError: at least one engine does not serve the version. The error names it, and says
                 which version it serves. Older versions stay until a later one is served by all.
         """
-        folder = self._folder(name)
+        store = LocalStore(self._folder(name))
         config, tensors = _exported(module, adapter)
         if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
             return None
-        version = folder / f"weight_v{max(_numbers(folder), default=0) + 1:06d}"
-        _write(version, config, tensors)
-        self._engine.load_adapter(name, str(version))
-        for number in _numbers(folder)[: -self._keep]:
-            shutil.rmtree(folder / f"weight_v{number:06d}")
-        return version
+        from safetensors.torch import save_file  # a requirement of peft
+
+        versions = Chain(store)
+        store.own()
+        try:
+            version = version_name(versions.newest() + 1)
+            with store.draft(version) as draft:
+                config.save_pretrained(str(draft.path))
+                save_file(tensors, str(draft.path / "adapter_model.safetensors"), metadata={"format": "pt"})
+                for path in draft.path.iterdir():
+                    sync(path)
+            self._engine.load_adapter(name, f"{store.url}/{version}")
+            versions.prune(before=versions.numbers()[-self._keep :][0])
+        finally:
+            store.disown()
+        return store.root / version
 
     def unload(self, name: str) -> None:
         """Have no engine serve ``name`` any more; files stay, from which SGLang loads it again for a request to it.
@@ -147,32 +158,3 @@ def _require_plain(config: dict[str, Any]) -> None:
             expected="plain LoRA, scaled by lora_alpha / r, for the base weights that the engines serve",
             hint="send merged weights with WeightSender, or train without these settings",
         )
-
-
-def _write(version: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Write a version beside its place, and move it there; what an earlier trainer left unfinished is removed."""
-    from safetensors.torch import save_file  # a requirement of peft
-
-    folder = version.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".draft-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    draft = folder / f".draft-{uuid.uuid4().hex}"
-    draft.mkdir()
-    try:
-        config.save_pretrained(str(draft))
-        save_file(tensors, str(draft / "adapter_model.safetensors"), metadata={"format": "pt"})
-        for path in (*draft.iterdir(), draft):
-            sync(path)
-        draft.rename(version)
-        sync(folder)
-    except BaseException:
-        with suppress(OSError):
-            shutil.rmtree(draft)
-        raise
-
-
-def _numbers(folder: Path) -> list[int]:
-    """Return the numbers of the versions in a folder, in order."""
-    names = (path.name.removeprefix("weight_v") for path in folder.glob("weight_v*"))
-    return sorted(int(name) for name in names if name.isdecimal())

@@ -16,7 +16,7 @@ from torchrl_ext.base.devices import current, current_device, free_cached
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.base.messages import NOBODY, Message, replaced
 from torchrl_ext.base.registry import transports
-from torchrl_ext.base.types import Info, ParamMeta, Part, decoded
+from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.data.landing.sliced import Sliced
@@ -100,7 +100,6 @@ class WeightReceiver:
         self._arrived = Digests()  # of what arrived, if so
         self._in_slices = False  # the workers of an engine get different tensors, or parts of them
         self._joined: tuple[ParamMeta, ...] = ()
-        self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
 
     @property
@@ -209,14 +208,13 @@ class WeightReceiver:
         self.connection, self._sender = message.connection, message.sender
         kind = transports.load(message.transport)
         if isinstance(loader, Sliceable):
-            loader.by_slices(kind.slices)
+            loader.by_slices(kind.abilities.slices)
         if isinstance(loader, Rehearsable):
             loader.refuse_unsound(unproved=message.unproved)
-            loader.vouch(message.compares and not kind.carries_digests)
-        self._reads_back, self._in_slices = message.compares and kind.carries_digests, kind.slices
+            loader.vouch(message.compares and not kind.abilities.digests)
+        self._reads_back, self._in_slices = message.compares and kind.abilities.digests, kind.abilities.slices
         self.close()
-        timeout_s = offer.get("timeout_s", _TIMEOUT_S)
-        self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")
+        self._timeout_s = message.timeout_s
         here = Worker(
             rank=message.rank_offset + self._rank,
             params=message.params,
@@ -334,7 +332,7 @@ class WeightReceiver:
             end.landed(staged)
             self._loads, self._compared = [*loads, message.version], digest_of(staged.digests)
             return
-        if message.handoff.get("onto") != (None if self._part is None else self._part.base):
+        if message.onto != (None if self._part is None else self._part.base):
             raise IntegrityError(
                 f"version {message.version} comes as {'all' if self._part else 'some'} tensors of a model, unlike "
                 "its announcement",
@@ -350,13 +348,10 @@ class WeightReceiver:
         self._loads = [*loads, message.version]
 
     def params_of(self, message: messages.Load) -> tuple[ParamMeta, ...]:
-        """Return the parameters of a handoff; listed ones are cached, because most handoffs have the same ones."""
-        rows, part = message.handoff.get("params"), self._part
-        if rows is None:
-            return tuple(meta for meta in self._joined if part is None or meta.name in part.names)
-        if rows != self._rows[0]:
-            self._rows = rows, tuple(map(ParamMeta.from_json, rows))
-        return self._rows[1]
+        """Return the parameters of a handoff: its own, or those of the join that the next part sends."""
+        if message.params is not None:
+            return message.params
+        return tuple(meta for meta in self._joined if self._part is None or meta.name in self._part.names)
 
     def verify(self, expected: Mapping[str, str]) -> None:
         """End the load, because until then some layers may hold older weights, and check the model's digests.
@@ -507,8 +502,10 @@ class WeightReceiver:
         self.held = WeightsState()
 
     def _state(self) -> Info:
-        torn = {"whole": True} if self.whole else {"whole": False, "landing": self.held.landing or self.version}
-        return {"empty": True, **torn} if self.held.empty else torn
+        known: Info = {"whole": self.whole, "connection": self.connection, "sender": self._sender}
+        if not self.whole:
+            known["landing"] = self.held.landing or self.version
+        return known | ({"empty": True} if self.held.empty else {})
 
     def _spoil(self, landing: int | None = None) -> None:
         """Note that the model's tensors now have several origins; ``landing`` is the version of some of them."""

@@ -19,19 +19,27 @@ from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
     NotConnectedError,
-    StaleBaseError,
     TransportError,
     UpdateError,
     WeightSyncError,
+    code_of,
     why,
 )
-from torchrl_ext.base.messages import REPLACED
 from torchrl_ext.base.reports import PROOFS, Log, Logs, Phase, Spans, SyncReport, least
 from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.control.client import EngineClient, NullEngine
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks, drives, numbered
-from torchrl_ext.data.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
+from torchrl_ext.data.transports.base import (
+    Arrival,
+    Handoff,
+    TransferStats,
+    Transport,
+    Update,
+    exclusive,
+    passing,
+    steps_of,
+)
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.derived import as_source, converted
 from torchrl_ext.data.weights.digests import digest_of
@@ -191,7 +199,7 @@ class WeightSender:
                 self._join(params)
 
     def _join(self, params: tuple[ParamMeta, ...]) -> None:
-        if self._transport.gathers:  # the other ranks take no part
+        if self._transport.abilities.gathers:  # the other ranks take no part
             if self._ranks.drives:
                 self._connection.ensure(params, self._spans)
         elif self._ranks.drives:
@@ -218,7 +226,7 @@ class WeightSender:
             ConcurrentUpdateError: another thread sends through this transport or to this engine.
             ManifestError: ``only`` is empty or names a tensor that is not sent; or a tensor that this process holds has
                 a NaN or an infinity.
-            ConfigError: the transport sends whole models only (its `Transport.parts` is false).
+            ConfigError: the transport sends whole models only (it lacks the ability ``parts``).
             WeightSyncError: the update failed; the message says what each engine serves.
         """
         with exclusive(self._transport, "update_weights"), self._connection.turn():
@@ -331,7 +339,7 @@ class WeightSender:
             base = None if whole else self._connection.delivered
             self._ranks.session.order("limit", base=base)
             source.limit(base)
-            source.digest(self._verify and self.engine.verifies and not self._transport.carries_digests)
+            source.digest(self._verify and self.engine.verifies and not self._transport.abilities.digests)
             source.version = self._next_version()
             self._refuse_two_values(source)
             try:
@@ -372,8 +380,7 @@ class WeightSender:
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:
         """Return whether engines refused the version's base and changed nothing, so that all tensors can be sent."""
-        words = str(error)
-        if REPLACED in words or isinstance(error, StaleBaseError) or StaleBaseError.__name__ in words:
+        if code_of(error):
             return True
         if source.part is None or isinstance(error, (DeadlineError, TransportError)):
             return False
@@ -411,13 +418,13 @@ class WeightSender:
         onto = {} if part is None else {"onto": part.base}
         if (params := update.params) != self._rows[0]:
             self._rows = params, [meta.to_json() for meta in params]
-        own = {"transport": self._transport.name, "version": update.version, "params": self._rows[1]}
-        info = {**own, **handoff.info, **onto}
+        own = {"version": update.version, "params": self._rows[1]}
+        info = {**own, **onto, "handoff": handoff.info}
         return lambda early: self.engine.load(info, early)
 
     def _onto(self, update: Update) -> Part | None:
         """Return the part to announce to workers; None if the transport itself finds what changed."""
-        return None if self._transport.compares else update.source.part
+        return None if self._transport.abilities.compares else update.source.part
 
     def _served(self, update: Update, handoff: Handoff) -> None:
         self._stats = handoff.stats
@@ -427,7 +434,7 @@ class WeightSender:
             log.error("weights version %d is in service, but its transport raised then", update.version, exc_info=True)
 
     def _source(self, weights: Any = None, only: Collection[str] | None = None) -> UpdateSource:
-        if only is not None and not self._transport.parts:
+        if only is not None and not self._transport.abilities.parts:
             raise ConfigError(
                 f"a {self._transport.name} transport sends whole models only",
                 state="nothing was sent",
@@ -441,7 +448,9 @@ class WeightSender:
         source = as_source(registered if weights is None else weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # converts the module's parameter names to checkpoint names
-        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=not self._transport.compares)
+        sent = UpdateSource(
+            source, mapper=self._mapper, dtype=self._dtype, narrow=not self._transport.abilities.compares
+        )
         sent.only = None if only is None else named(only, sent)
         if self._finite:
             sent.require_finite()
@@ -456,9 +465,7 @@ class WeightSender:
         self.engine, self._refused = engine, None
         self._connection = Connection(
             engine,
-            self._transport.open,
-            transport=self._transport.name,
-            timeout_s=self._transport.timeout_s,
+            self._transport,
             compares=self._verify,
             rehearse=self._rehearse,
         )
@@ -519,4 +526,10 @@ def _client_of(transport: Transport, engine: EngineClient | str | None, rank: in
             expected="an engine",
             hint="give an engine, or derive the transport from StandaloneTransport",
         )
-    return NullEngine(on_load=transport.announce)
+
+    def announce(info: Info) -> None:
+        within = Deadline(transport.timeout_s, f"the workers of this {transport.name} transport")
+        params = tuple(map(ParamMeta.from_json, info["params"]))
+        transport.announce(Arrival(version=info["version"], params=params, info=info["handoff"]), within)
+
+    return NullEngine(on_load=announce)

@@ -1,6 +1,7 @@
 """Test suites that others run: the contract of a transport, the judge of an engine; and tiny models.
 
     from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
+    from torchrl_ext.testing import TransportLife  # updates that fail at any step, as a state machine
 
 Here belongs what judges the code of others. Fakes and helpers of our own tests are in ``tests/``.
 
@@ -11,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrl_ext.testing.stateful import TransportLife
     from torchrl_ext.testing.transports import (
         DTYPES,
         SMALL_BYTES,
@@ -32,6 +34,7 @@ __all__ = [
     "Ends",
     "StandaloneContract",
     "TransportContract",
+    "TransportLife",
     "any_bits",
     "assert_arrived",
     "assert_held",
@@ -43,5 +46,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module("pytest").register_assert_rewrite(f"{__name__}.transports")  # asserts show values
-    return getattr(importlib.import_module(f"{__name__}.transports"), name)
+    module = f"{__name__}.{'stateful' if name == 'TransportLife' else 'transports'}"
+    importlib.import_module("pytest").register_assert_rewrite(module)  # asserts show values
+    return getattr(importlib.import_module(module), name)

@@ -327,7 +327,7 @@ class TransportContract(ABC):
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50)) for _ in range(2))
         sender = tx.WeightSender(trainer, Engine(_Remote(served)))
         sender.register_model(policy)
-        if not trainer.parts:
+        if not trainer.abilities.parts:
             with pytest.raises(ConfigError, match="whole models only"):
                 sender.update_weights(only="1.weight")
             return

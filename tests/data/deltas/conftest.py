@@ -7,14 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from torchrl_ext.data.deltas.host import HostKernels, TorchKernels
+from torchrl_ext.data.deltas import loops, torch_ops
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WAYS = {
-    "numba": (HostKernels, "cpu"),
-    "torch": (TorchKernels, "cpu"),
-    "torch on lag": (TorchKernels, "lag:0"),
-    "torch on cuda": (TorchKernels, "cuda"),
+    "numba": (loops, "cpu"),
+    "torch": (torch_ops, "cpu"),
+    "torch on lag": (torch_ops, "lag:0"),
+    "torch on cuda": (torch_ops, "cuda"),
 }
 
 
@@ -25,4 +25,4 @@ def way(request):
     if request.param == "torch on lag":
         request.getfixturevalue("lag")
     with torch.Stream(device) if device != "cpu" else nullcontext():
-        yield kernels(), torch.device(device)
+        yield kernels, torch.device(device)

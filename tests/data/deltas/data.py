@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchrl_ext.base.types import ParamMeta, dtype_name
 from torchrl_ext.data.deltas.codec_loops import steps_between
-from torchrl_ext.data.deltas.table import unit_of, units
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, unit_of, units
 
 DTYPES = [
     torch.bfloat16,
@@ -39,6 +40,17 @@ def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> T
     """Any bit pattern: NaNs with payloads, infinities, both zeros, subnormals."""
     raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return (raw & 1 if dtype == torch.bool else raw).view(dtype)
+
+
+def patch_of(meta: ParamMeta, positions: np.ndarray, values: np.ndarray, steps: bool = False) -> StreamPatch:
+    """The change of a parameter, in a table of its own."""
+    return StreamPatch.of(ParamTable.of([meta]), meta.name, positions.astype(np.int32), values, steps)
+
+
+def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> StreamPatch:
+    """The new bits where two tensors differ."""
+    positions, after = np.flatnonzero(units(old) != units(new)), units(new)
+    return patch_of(meta, positions, after[positions])
 
 
 def steps_of(old: Tensor, new: Tensor) -> tuple[np.ndarray, np.ndarray]:

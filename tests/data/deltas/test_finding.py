@@ -7,10 +7,10 @@ import torch
 from tests.data.deltas.data import DTYPES, bytes_of, pairs, random_bits
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import find
 from torchrl_ext.data.deltas.table import ParamTable
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import position_digest
 
 

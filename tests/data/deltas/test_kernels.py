@@ -1,15 +1,15 @@
 """What every implementation of the kernels has to do, held against numpy's words for it."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas import host
-from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, Piece, Places, Writes, flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas import loops, torch_ops
+from torchrl_ext.data.deltas.bits import BITS, Piece, Places, Range, Writes, flat_bits, linear_keys, unsigned
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -46,74 +46,88 @@ def words_of(kernels, *pieces):
     return [(one % 2**64, two % 2**64) for one, two in kernels.words(pieces).tolist()]
 
 
-def difference(after, before):
-    return tuple((a - b) % 2**64 for a, b in zip(after, before, strict=True))
+def random_piece(rng, width, generator):
+    """Bits on the host, a copy's sizes and strides there, its place and strides in the tensor, and both of elements."""
+    sizes = [rng.choice((1, 2, 3, 15, 16, 17, 70)) for _ in range(rng.randint(0, 3))]
+    while np.prod(sizes) > 9000:
+        sizes.remove(max(sizes))
+    if rng.random() < 0.05:
+        sizes.append(0)
+    strides, to = random_strides(rng, sizes), random_strides(rng, sizes)
+    offset = rng.choice((0, 1, 17, 8195, (1 << 33) + 3))
+    positions, places = offset + spread(sizes, strides), spread(sizes, to)
+    memory = bits(int(places.max(initial=0)) + 1 + rng.randrange(9), width, generator)
+    return memory, (sizes, to), (offset, tuple(strides)), positions, places
 
 
-PLACES = {
-    "whole": ((40, 30), 0, (30, 1), (30, 1)),
-    "rows of a fused one": ((40, 30), 600, (30, 1), (30, 1)),
-    "columns": ((40, 30), 10, (70, 1), (30, 1)),
-    "into columns": ((40, 30), 5, (30, 1), (90, 1)),
-    "turned": ((30, 40), 0, (1, 30), (40, 1)),
-    "turned, of two rows": ((2, 40), 0, (40, 1), (1, 2)),
-    "turned in heads": ((20, 2, 30), 7, (90, 30, 1), (2, 1, 40)),
-    "heads": ((4, 2, 6), 48, (36, 6, 1), (12, 6, 1)),
-    "every other one": ((600,), 1, (2,), (3,)),
-    "one": ((), 17, (), ()),
-    "of size one": ((1, 20, 1), 3, (999, 1, 5), (20, 1, 7)),
-    "none": ((0, 5), 0, (5, 1), (5, 1)),
-}
-
-
-def piece_of(name, memory):
-    """The piece that begins where the memory does."""
-    shape, offset, strides, to = PLACES[name]
-    return Piece(destination=memory.as_strided(shape, to), offset=offset, strides=strides)
-
-
-def memory_of(name, width, generator):
-    """What a piece and some others lie in."""
-    shape, _, _, to = PLACES[name]
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, to, strict=True))
-    return bits(reach + 10, width, generator)
-
-
-def positions_of(name):
-    """Position in the flat checkpoint tensor of every element, in C order."""
-    shape, offset, strides, _ = PLACES[name]
-    found = torch.full((), offset, dtype=torch.int64)
-    for size, stride in zip(shape, strides, strict=True):
-        found = found[..., None] + torch.arange(size) * stride
+def spread(sizes, strides):
+    """Where each element of a view lies, in C order."""
+    found = np.zeros((), np.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        found = found[..., None] + np.arange(size) * stride
     return found.reshape(-1)
 
 
-def test_words_of_a_piece_are_those_of_its_positions(way):
-    own, device = way
-    for name, width in itertools.product(PLACES, WIDTHS):
-        memory = memory_of(name, width, torch.Generator().manual_seed(1))
-        view = piece_of(name, memory).destination.reshape(-1)
-        expected = summed(positions_of(name).numpy(), view)
-        assert words_of(own, piece_of(name, memory.to(device))) == [expected], (name, width)
+def random_strides(rng, sizes):
+    """Of a tensor with its dimensions in any order, some with gaps after them."""
+    found, reach = [0] * len(sizes), 1
+    for dim in rng.sample(range(len(sizes)), len(sizes)):
+        reach *= rng.choice((1, 1, 1, 2, 3))
+        found[dim], reach = reach, reach * max(1, sizes[dim])
+    return found
 
 
-@pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
-def test_words_of_a_large_transposed_piece_match_its_positions(way, stride):
-    """Its positions reach over several rows of keys."""
+def test_random_pieces_are_digested_and_changed_in_place(way):
+    """Segments have none, one or several pieces; changes are new bits, or steps of integers or floats."""
     own, device = way
-    positions = torch.arange(1030)[:, None] * stride + torch.arange(150) + 3
-    for width in WIDTHS:
-        memory = bits(150 * 1030, width, torch.Generator().manual_seed(5))
-        turned = memory.reshape(150, 1030).t()
-        piece = Piece(destination=memory.to(device).reshape(150, 1030).t(), offset=3, strides=(stride, 1))
-        expected = summed(positions.reshape(-1).numpy(), turned.reshape(-1))
-        assert words_of(own, piece) == [expected], width
+    for seed in range(80):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        width, ordered = rng.choice(WIDTHS), rng.choice((None, False, True))
+        made = [[random_piece(rng, width, generator) for _ in range(rng.choice((0, 1, 1, 2)))] for _ in range(4)]
+        segments, sizes, every = [], [], []
+        for segment in made:
+            pieces = []
+            for memory, view, (offset, strides), *_ in segment:
+                live = memory.clone().to(device).as_strided(*view)
+                pieces.append(Piece(destination=live, offset=offset, strides=strides))
+            segments.append(pieces)
+            sizes.append(5000 + max([0, *(piece.end for piece in pieces)]))
+        first = np.array([0, *itertools.accumulate(sizes)])
+        for number, (segment, pieces) in enumerate(zip(made, segments, strict=True)):
+            for (memory, *_, positions, places), piece in zip(segment, pieces, strict=True):
+                assert piece.end == positions.max(initial=piece.offset - 1) + 1, seed
+                assert words_of(own, piece) == [summed(positions, memory[places])], seed
+                every += (first[number] + positions[rng.random() < 0.1 :: rng.choice((1, 2, 7))]).tolist()
+        listed = np.unique(np.array(every, np.int64))
+        payload = bits(listed.size, width, generator)
+        changes = Range(range(4), first, listed, unsigned(payload), ordered)
+        names = [f"segment {number}" for number in range(4)]
+        writes, runs = own.land(Places(segments, names), changes), []
+        for name, begin, segment, pieces in zip(names, first, made, segments, strict=False):
+            for (memory, *_, positions, places), piece in zip(segment, pieces, strict=True):
+                inside = np.isin(begin + positions, listed)
+                where, old = positions[inside], memory[places[inside]]
+                assert torch.equal(piece.memory.cpu(), memory[: piece.memory.numel()]), seed
+                come = payload[np.searchsorted(listed, begin + where)]
+                memory[places[inside]] = new = come if ordered is None else moved(old, come, ordered)
+                if where.size:
+                    words = zip(summed(where, new), summed(where, old), strict=True)
+                    runs.append((name, [(a - b) % 2**64 for a, b in words], added_up(places[inside], new)))
+        if writes is None:
+            assert not runs, seed
+            continue
+        words = [[one % 2**64 for one in row] for row in writes.words.tolist()]
+        assert [*zip(writes.names, words, writes.sums.tolist(), strict=True)] == runs, seed
+        assert own.write(writes).tolist() == writes.sums.tolist(), seed
+        for segment, pieces in zip(made, segments, strict=True):
+            for (memory, *_), piece in zip(segment, pieces, strict=True):
+                assert torch.equal(piece.memory.cpu(), memory[: piece.memory.numel()]), seed
 
 
 def test_words_of_runs_of_every_width_offset_and_tail(way, monkeypatch):
     """Runs begin and end anywhere in words and in rows of keys, and many are summed at once."""
     own, device = way
-    monkeypatch.setattr(host, "_CHUNK_BYTES", 4 * 8192)
+    monkeypatch.setattr(torch_ops, "_CHUNK_BYTES", 4 * 8192)
     for width in WIDTHS:
         row, generator = 8192 // width, torch.Generator().manual_seed(6)
         places = itertools.product(
@@ -130,78 +144,6 @@ def test_words_of_runs_of_every_width_offset_and_tail(way, monkeypatch):
         whole = bits(2 * row + 1, width, generator).to(device)[1:]  # rows of words that begin within one
         piece = Piece(destination=whole, offset=0, strides=(1,))
         assert words_of(own, piece) == [summed(np.arange(2 * row), whole)], width
-
-
-@pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
-def test_changes_land_where_the_view_has_them(way, ordered):
-    own, device = way
-    for name, width in itertools.product(PLACES, WIDTHS):
-        if name == "none":
-            continue
-        generator = torch.Generator().manual_seed(2)
-        memory = memory_of(name, width, generator)
-        piece = piece_of(name, memory)
-        positions = torch.arange(piece.offset, piece.end)
-        positions = positions[torch.rand(positions.shape, generator=generator) < 0.7].to(torch.int32)
-        payload = bits(positions.numel(), width, generator)
-        inside = dict(
-            zip(
-                positions_of(name).tolist(),
-                piece_of(name, torch.arange(memory.numel())).destination.reshape(-1).tolist(),
-                strict=True,
-            )
-        )
-        chosen = [k for k, position in enumerate(positions.tolist()) if position in inside]
-        where = [inside[positions[k].item()] for k in chosen]
-        expected = memory.clone()
-        expected[where] = payload[chosen] if ordered is None else moved(memory[where], payload[chosen], ordered)
-        listed = positions[chosen].numpy()
-        words = difference(summed(listed, expected[where]), summed(listed, memory[where]))
-        target = memory.to(device)
-        piece = piece_of(name, target)
-        landed = landed_by(own, [[piece]], [piece.end], positions, payload, ordered)
-        case = (name, width)
-        (found,) = landed.words.tolist()
-        assert torch.equal(target.cpu(), memory) and tuple(one % 2**64 for one in found) == words, case
-        assert sorted(landed.writes.offsets.tolist()) == sorted(where), case
-        own.scatter(piece.memory, landed.writes.offsets, landed.writes.values)
-        assert torch.equal(target.cpu(), expected), case
-
-
-def landed_by(kernels, segments, sizes, positions, payload, ordered):
-    firsts = np.array([0, *itertools.accumulate(sizes)])
-    changes = positions.numpy(), unsigned(payload)
-    return kernels.land(Places(segments), slice(0, len(segments)), firsts, *changes, ordered)
-
-
-@pytest.mark.parametrize("ordered", (None, True), ids=("bits", "steps"))
-def test_changes_land_in_many_pieces_of_many_segments(way, ordered):
-    """Each segment has its own pieces: none, several, with and without gaps; some share positions."""
-    own, device = way
-    names = [[], ["turned"], ["columns", "rows of a fused one"], ["whole"], ["whole", "whole"], ["heads"]]
-    for width in WIDTHS:
-        generator = torch.Generator().manual_seed(8)
-        memories = [[memory_of(name, width, generator) for name in own_names] for own_names in names]
-        live = [[memory.clone().to(device) for memory in own_memories] for own_memories in memories]
-        segments = [[piece_of(*one) for one in zip(*both, strict=True)] for both in zip(names, live, strict=True)]
-        sizes = [max([5000, *(piece.end for piece in own_pieces)]) for own_pieces in segments]
-        positions = torch.arange(sum(sizes))
-        positions = positions[torch.rand(positions.shape, generator=generator) < 0.4].to(torch.int32)
-        payload = bits(positions.numel(), width, generator)
-        landed = landed_by(own, segments, sizes, positions, payload, ordered)
-        own.write(landed.writes)
-        alone, first = [], 0
-        for pieces, own_names, own_memories, size in zip(segments, names, memories, sizes, strict=True):
-            inside = (positions >= first) & (positions < first + size)
-            for name, piece, memory in zip(own_names, pieces, own_memories, strict=True):
-                single = piece_of(name, memory.clone().to(device))
-                changes = positions[inside] - first, payload[inside]
-                expected = landed_by(own, [[single]], [size], *changes, ordered)
-                own.scatter(single.memory, expected.writes.offsets, expected.writes.values)
-                assert torch.equal(piece.memory, single.memory), (name, width)
-                alone += expected.words.tolist()
-            first += size
-        assert landed.words.tolist() == alone, width
 
 
 def moved(before, steps, ordered):
@@ -221,49 +163,27 @@ def moved(before, steps, ordered):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_one_list_is_written_into_many_tensors(way, width, index):
+def test_sums_of_what_stands_there_show_a_lost_value(way, width):
     own, device = way
-    generator = torch.Generator().manual_seed(3)
-    memory = bits(9000, width, generator)
-    expected, live, runs = memory.clone(), memory.to(device), []
-    for first, size in ((0, 5000), (5001, 1), (5002, 0), (6000, 3000)):  # of one storage, with gaps between them
-        offsets = torch.arange(size)[torch.rand(size, generator=generator) < 0.9]
-        values = bits(offsets.numel(), width, generator)
-        expected[first + offsets] = values
-        target = live[first : first + size]
-        runs.append((target, offsets.to(index).to(device), values.to(device)))
-    writes = listed(runs)
-    sums = own.sums(*writes[2:]).tolist()
-    assert sums == [added_up(offsets, values) for _, offsets, values in runs]
-    assert own.write(writes).tolist() == sums
-    assert torch.equal(live.cpu(), expected)
-    twice = torch.zeros(2, dtype=index, device=device), live.new_tensor([1, 2])  # one element cannot hold both
-    writes = listed([*runs, (live[5000:5001], *twice)])
-    assert own.write(writes).tolist()[:-1] == sums
-    assert own.write(writes).tolist()[-1] != own.sums(*writes[2:]).tolist()[-1]
-
-
-def listed(runs):
-    targets, offsets, values = zip(*runs, strict=True)
-    return Writes(
-        targets=targets,
-        addresses=torch.tensor([target.data_ptr() for target in targets]),
-        ends=torch.tensor([one.numel() for one in values]).cumsum(0),
-        offsets=torch.cat(offsets),
-        values=torch.cat(values),
-    )
+    target = torch.zeros(9, dtype=BITS[width], device=device)
+    offsets = torch.tensor([4, 7, 4], dtype=torch.int32, device=device)  # one element cannot hold two values
+    own.scatter(target, offsets[:2], target.new_tensor([1, 2]))
+    assert target.tolist() == [0, 0, 0, 0, 1, 0, 0, 2, 0]
+    values, one = target.new_tensor([5, 6, 3]), (target.data_ptr(), 3)
+    table = [torch.tensor([number]) for number in one]
+    writes = Writes(["w"], [target], *table, offsets, values, torch.zeros(1, 2, dtype=torch.int64), table[0])
+    assert own.write(writes).tolist() == [added_up([4, 7, 4], values[[2, 1, 2]])] != [added_up([4, 7, 4], values)]
 
 
 def added_up(offsets, values):
-    """The formula of `Kernels.sums`, by Python's integers."""
+    """The formula of `Writes.sums`, by Python's integers."""
     total, every = 0, (1 << 8 * values.element_size()) - 1
-    for place, value in zip(offsets.tolist(), values.tolist(), strict=True):
+    for place, value in zip(map(int, offsets), values.tolist(), strict=True):
         key, value = (place + 1) * 0x9E3779B97F4A7C15 % 2**64, value & every
         total += ((value ^ value >> 32) + 1) * (key ^ key >> 32 | 1)
     return (total + 2**63) % 2**64 - 2**63
 
 
 def test_what_works_is_chosen_by_the_device():
-    assert isinstance(kernels_on(torch.device("cpu")), HostKernels)
-    assert isinstance(kernels_on(torch.device("meta")), TorchKernels)
+    assert torch_ops.kernels_on(torch.device("cpu")) is loops
+    assert torch_ops.kernels_on(torch.device("meta")) is torch_ops

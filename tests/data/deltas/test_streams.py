@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.kernels import flat_bits
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import StreamPatch, find, fold
-from torchrl_ext.data.deltas.table import ParamTable, apply_patch, unit_of
+from torchrl_ext.data.deltas.table import ParamTable, unit_of
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.testing import any_bits
 
@@ -157,25 +157,20 @@ def test_folded_patches_do_what_they_do_one_after_the_other(data):
         positions = np.flatnonzero(generator.random(size) < generator.choice([0.1, 0.5, 1.0])).astype(np.int32)
         values = generator.choice([1, 2, 3, 255, 254], positions.size).astype(unit.dtype)
         patches.append(StreamPatch(table, 0, 0, size, positions, values, steps))
-        land([patches[-1]], now)
+        patches[-1].apply(now)
     folded = fold(patches)
     places = np.concatenate([patch.positions for patch in folded]) if folded else np.empty(0)
     assert np.unique(places).size == places.size
     for order in (folded, folded[::-1]):
-        once = start.copy()
-        land(order, once)
-        assert np.array_equal(once, now)
+        whole, once = start.copy(), start.copy()
+        for patch in order:
+            patch.apply(whole)
+            for own in patch.split():  # parameter by parameter
+                assert own.size == own.meta.numel
+                own.apply(once[own.start :][: own.size])
+        assert np.array_equal(once, now) and np.array_equal(whole, now)
     if folded and not patches[-1].steps:
         assert all((np.diff(patch.positions) > 0).all() for patch in folded)
-
-
-def land(patches, bits):
-    """Apply patches, parameter by parameter."""
-    table = patches[0].table if patches else None
-    for patch in patches:
-        for own in patch.split():
-            first = table.streams[0].first[table.number[own.meta.name]]
-            apply_patch(own, torch.from_numpy(bits[first:][: own.meta.numel]).view(own.meta.dtype))
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -37,7 +37,7 @@ def test_streams_that_cannot_be_are_refused(streams):
 
 def test_a_patch_says_where_units_are_in_each_parameter():
     patch = StreamPatch(ParamTable.of(METAS), 0, 20, 5, np.array([1, 3, 4]), np.zeros(3, np.uint32), False)
-    assert [(own.meta.name, own.indices.tolist()) for own in patch.split()] == [("a", [21, 23]), ("c", [0])]
+    assert [(own.meta.name, own.positions.tolist()) for own in patch.split()] == [("a", [21, 23]), ("c", [0])]
 
 
 @given(st.integers(0, 24), st.integers(0, 25))

@@ -67,8 +67,6 @@ def test_changes_round_trip_and_damaged_bytes_are_refused(block, chance):
         b"\x11\x01\x00\x00\x00\x00",
         b"\x11\x01\x00\x05\x00\x00\x00\x01\x01\x00\x00",
         b"\x13\x01\x00\x01\x00\x00\x00",
-        b"\x08\x01\x00\x01",
-        b"\x08\x02\x00\x01\x00\x00\x00",
     ],
 )
 def test_hostile_heads_are_refused(data):

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tests.data.group.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, TransportError, WeightSyncError
-from torchrl_ext.data.group.notes import HostedNotes, RemoteNotes
-from torchrl_ext.data.group.process_group import Seat, form_group, severed
+from torchrl_ext.data.group.carrier import Seat
+from torchrl_ext.data.group.group import Group
+from torchrl_ext.data.group.store import LOST, HostedStore, RemoteStore
 
 MIB = 1 << 20
 RANKS = 3
@@ -72,25 +73,25 @@ class CarrierContract:
         assert arrived(read, seed)
 
     @contextmanager
-    def seats(self, size=RANKS, timeout_s=WAIT_S, generation="1"):
-        """Seats of a group, all of them in this process; its notes are closed at the end."""
-        trainer = HostedNotes("127.0.0.1", 0, "s")
-        notes = [trainer, *(RemoteNotes("127.0.0.1", trainer.port, "s", Deadline(WAIT_S)) for _ in range(1, size))]
+    def seats(self, size=RANKS, timeout_s=WAIT_S):
+        """Seats of a group, all of them in this process; its store is closed at the end."""
+        trainer = HostedStore("127.0.0.1", 0, "s")
+        stores = [trainer, *(RemoteStore("127.0.0.1", trainer.port, "s", Deadline(WAIT_S)) for _ in range(1, size))]
         peers = {rank: f"pid {1000 + rank}" for rank in range(size)}
         try:
             yield [
-                Seat(own, generation, rank, peers, self.device, self.backend, Deadline(timeout_s))
-                for rank, own in enumerate(notes)
+                Seat(own, rank, peers, self.device, self.backend, Deadline(timeout_s))
+                for rank, own in enumerate(stores)
             ]
         finally:
-            for own in reversed(notes):
+            for own in reversed(stores):
                 own.close()
 
     @contextmanager
     def groups(self, size=RANKS, timeout_s=WAIT_S):
         """The ends of a group."""
         with self.seats(size, timeout_s) as seats:
-            ends = beside(*(lambda seat=seat: form_group(seat, self.carrier) for seat in seats))
+            ends = beside(*(lambda seat=seat: Group.form(seat, self.carrier) for seat in seats))
             assert not [end for end in ends if isinstance(end, BaseException)], ends
             try:
                 yield ends
@@ -180,7 +181,7 @@ class CarrierContract:
 
     def test_a_rank_that_is_absent_from_forming_is_missed_in_time(self):
         with self.seats(timeout_s=SHORT_S) as seats:
-            failed = beside(*(lambda seat=seat: form_group(seat, self.carrier) for seat in seats[:2]))
+            failed = beside(*(lambda seat=seat: Group.form(seat, self.carrier) for seat in seats[:2]))
             assert all(isinstance(one, WeightSyncError) for one in failed), failed
             assert any(isinstance(one, DeadlineError) and "within 1 s" in str(one) for one in failed), failed
 
@@ -234,12 +235,12 @@ class CarrierContract:
         with self.groups(size=2) as (first, second):
             self.carry(first, second, MIB, seed=3)
 
-    def test_what_the_notes_say_of_a_lost_peer_ends_waits(self):
-        """Where a library hears nothing of a peer, the notes that lost its connection do."""
+    def test_what_the_store_says_of_a_lost_peer_ends_waits(self):
+        """Where a library hears nothing of a peer, the store that lost its connection does."""
         with self.groups(size=2) as (first, second):
             self.carry(first, second)
-            second.notes.put_at_end(severed("1"), "rank 1 (pid 1001) is gone")
+            second.store.will(LOST, "rank 1 (pid 1001) is gone")
             work = first.receive(self.blank(MIB), 1)
-            second.notes.close()
+            second.store.close()
             with pytest.raises(TransportError, match=r"rank 1 \(pid 1001\) is gone"):
                 first.wait(work)

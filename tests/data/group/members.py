@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.control.serving.processes import free_port
+from torchrl_ext.data.group.group import Member
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits, same_bits
@@ -21,6 +23,19 @@ BUCKET = 4096
 def member(port, rank, size, **settings):
     settings = {"bucket_bytes": BUCKET, "timeout_s": WAIT_S, **settings}
     return VLLMCollectiveTransport("127.0.0.1", port, rank, size, "cpu", **settings)
+
+
+def place(port, backend="gloo"):
+    """The place of a rank of which no transport knows."""
+    return Member("127.0.0.1", port, "", device=torch.device("cpu"), backend=backend, timeout_s=WAIT_S)
+
+
+def meet(own, rank, size=2):
+    """Form the group of these ranks."""
+    if rank:
+        return own.enter(rank, size, (), Deadline(WAIT_S), again=True)
+    own.open(size, private=False)
+    return own.host(size, (), Deadline(WAIT_S))
 
 
 def beside(*calls):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.data.group import fake_nccl
 from tests.data.group.contract import MIB, CarrierContract, arrived, filled
-from tests.data.group.members import WAIT_S, beside, stop
+from tests.data.group.members import WAIT_S, beside, meet, place, stop
 from tests.processes import calling, finished, running_python
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.devices import backend_of
@@ -24,9 +24,8 @@ from torchrl_ext.base.errors import ConfigError, NotConnectedError, TransportErr
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import backends, nccl
 from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, carrier_of, choose_backend
-from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.data.group.carrier import DEVICE, HOST
 from torchrl_ext.data.group.nccl import NcclCarrier
-from torchrl_ext.data.group.process_group import DEVICE, HOST
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 
 CPU = torch.device("cpu")
@@ -48,15 +47,10 @@ class TestGloo(CarrierContract):
         return GlooCarrier(seat)
 
 
-def membership(port):
-    return Membership("127.0.0.1", port, "", device=CPU, backend="gloo", timeout_s=WAIT_S)
-
-
 def peer(port, role):
     """Rank 1, which stops in the middle of a transfer, and says so."""
-    member = membership(port)
-    member.enter(STANDALONE_GROUP, 1, 2, ())
-    group = member.carrier()
+    member = place(port)
+    group = meet(member, 1)
     group.wait(group.receive(torch.zeros(MIB, dtype=torch.uint8), 0))
     work = (group.receive if role == "receiver" else group.send)(torch.zeros(256 * MIB, dtype=torch.uint8), 0)
     stop()
@@ -67,10 +61,9 @@ def peer(port, role):
 def test_killed_peer_is_named_long_before_deadline(role):
     """A peer killed in a transfer is named by rank and process id long before the deadline."""
     port = free_port()
-    member = membership(port)
+    member = place(port)
     with running_python(calling(peer, port, role)) as child:
-        member.host(STANDALONE_GROUP, 2, ())
-        group = member.carrier()
+        group = meet(member, 0)
         group.wait(group.send(filled(MIB, 0), 1))
         assert child.stdout.readline() == "now\n"
         flats = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (256 * MIB, MIB)]
@@ -87,10 +80,8 @@ def test_killed_peer_is_named_long_before_deadline(role):
 
 def leaves(how):
     port = free_port()
-    members = [membership(port) for _ in range(2)]
-    host = lambda: members[0].host(STANDALONE_GROUP, 2, ())  # noqa: E731
-    assert beside(host, lambda: members[1].enter(STANDALONE_GROUP, 1, 2, ())) == [None, None]
-    first = members[0].carrier()
+    members = [place(port) for _ in range(2)]
+    first, _ = beside(lambda: meet(members[0], 0), lambda: meet(members[1], 1))
     blank = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (64 * MIB, 8)]
     works = [first.send(blank[0], 1), first.receive(blank[1], 1)]  # noqa: F841 - kept, and never waited for
     print("left", flush=True)
@@ -187,6 +178,15 @@ class TestTorch(CarrierContract):
             for (_, caller, devices), reader in seen:
                 assert devices == [CPU] and caller != reader
             assert len(seen) == 2
+
+    def test_torchs_store_lies_behind_the_secret(self, monkeypatch):
+        """No open store of torch's is made; and NCCL's monitor, which asks for ever, hears of nothing."""
+        monkeypatch.setattr(dist, "TCPStore", None)
+        with self.groups(size=2) as (_, second):
+            store = second.carrier._store
+            store.set("0", bytes(range(128, 256)))
+            assert store.get("0") == bytes(range(128, 256)) and store.check(["0"])
+        assert not store.check(["exception_dump"])
 
     def test_a_torch_without_the_backend_says_so(self):
         with self.seats(size=2) as seats, pytest.raises(TransportError, match=r"no backend 'hccl'.*vendor"):

@@ -15,19 +15,20 @@ import torch
 
 from tests.data.group import fake_nccl
 from tests.data.group.contract import MIB, CarrierContract, arrived
-from tests.data.group.members import SHORT_S, WAIT_S, beside
+from tests.data.group.members import SHORT_S, WAIT_S, beside, meet, place
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import nccl
-from torchrl_ext.data.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.data.group.carrier import DEVICE
+from torchrl_ext.data.group.group import Group
 from torchrl_ext.data.group.nccl import NcclCarrier
-from torchrl_ext.data.group.process_group import DEVICE, form_group
-from torchrl_ext.data.transports import native
+from torchrl_ext.data.transports import collective, native
+from torchrl_ext.data.transports.base import Worker
 from torchrl_ext.data.transports.buckets import Packer
 from torchrl_ext.data.transports.collective import Incoming, buckets_of, send_buckets
-from torchrl_ext.data.transports.native import GroupInvitation, Meeting
+from torchrl_ext.data.transports.native import NativeTransport
 
 CPU = torch.device("cpu")
 
@@ -88,13 +89,13 @@ def test_an_error_while_a_communicator_forms_is_raised(fabric, monkeypatch):
     core = sys.modules["nccl"].core
     monkeypatch.setattr(core.Communicator, "get_async_error", lambda self: fake_nccl.REMOTE_ERROR)
     with KIT.seats(2) as seats, pytest.raises(TransportError, match="could not be made: NCCL reports remote process"):
-        form_group(seats[0], NcclCarrier)
+        Group.form(seats[0], NcclCarrier)
 
 
 def test_a_communicator_that_does_not_form_is_aborted(fabric):
     with KIT.seats(2, SHORT_S) as seats:
         with pytest.raises(DeadlineError, match="NCCL formed no communicator with the other end within 1 s"):
-            form_group(seats[0], NcclCarrier)
+            Group.form(seats[0], NcclCarrier)
         fabric.until(lambda: fabric.seen[0] == ["abort"])
 
 
@@ -102,15 +103,15 @@ def test_a_stop_ends_the_wait_for_a_communicator(fabric):
     with KIT.seats(2) as seats:
         threading.Timer(0.2, seats[0].within.stop.set).start()
         with pytest.raises(TransportError, match=r"formed no communicator .* an abort, ended the wait"):
-            form_group(seats[0], NcclCarrier)
+            Group.form(seats[0], NcclCarrier)
 
 
 @pytest.mark.parametrize("left", ["no hex", 7, "00ff"])
 def test_a_damaged_unique_id_is_refused(left, fabric):
     with KIT.seats(2) as seats:
-        seats[0].notes.put("1/group/nccl", left)
+        seats[0].store.set("group/nccl", left)
         with pytest.raises(TransportError, match=r"rank 0 left .* 128 bytes|buffer length must be 128 bytes"):
-            form_group(seats[1], NcclCarrier)
+            Group.form(seats[1], NcclCarrier)
 
 
 def test_errors_of_the_packages_own_classes_are_translated(fabric, monkeypatch):
@@ -227,7 +228,7 @@ def test_communicators_form_without_what_vllm_pins(pinned, fabric, monkeypatch):
     monkeypatch.setattr(core.Communicator, "initialize", lambda *args: (note(), initialize(*args)))
     monkeypatch.setattr(core, "get_unique_id", lambda: (note(), get_unique_id())[1])
     with KIT.seats(1) as seats:
-        form_group(seats[0], NcclCarrier).sever()
+        Group.form(seats[0], NcclCarrier).sever()
     assert seen == [(None, "ring")] * 2
     assert os.environ["NCCL_PROTO"] == "Simple"
 
@@ -235,17 +236,16 @@ def test_communicators_form_without_what_vllm_pins(pinned, fabric, monkeypatch):
 def test_a_setting_of_one_end_is_named_before_anything_forms(fabric, monkeypatch):
     """NCCL_PROTO at one end only makes NCCL hang, and it says nothing."""
     port = free_port()
-    members = [Membership("127.0.0.1", port, "", device=CPU, backend="nccl", timeout_s=WAIT_S) for _ in range(2)]
-    own = members[1]._own_note
+    members = [place(port, "nccl") for _ in range(2)]
+    own = members[1]._note
 
     def note(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_PROTO", "Simple")
             return own(*args)
 
-    monkeypatch.setattr(members[1], "_own_note", note)
-    host = lambda: members[0].host(STANDALONE_GROUP, 2, ())  # noqa: E731
-    for failed in beside(host, lambda: members[1].enter(STANDALONE_GROUP, 1, 2, ())):
+    monkeypatch.setattr(members[1], "_note", note)
+    for failed in beside(lambda: meet(members[0], 0), lambda: meet(members[1], 1)):
         assert type(failed) is ConfigError and "rank 1 has Simple as the environment variable NCCL_PROTO" in str(failed)
         assert "start the trainer with NCCL_PROTO=Simple" in str(failed)
     assert not fabric.seen
@@ -263,42 +263,46 @@ def test_every_variable_that_vllm_pins_is_compared():
 
 @contextmanager
 def meetings(make):
-    port, ends = free_port(), []
-    where = GroupInvitation("127.0.0.1", port, 2, "torchrl_ext", "nccl")
-    try:
-        ends.append(Meeting(make, where, 0, device=CPU, within=Deadline(WAIT_S)))
-        invitation = ends[0].invite(Deadline(WAIT_S))
-        ends.append(Meeting(make, invitation, 1, device=CPU, within=Deadline(WAIT_S)))
-        yield ends, invitation
-    finally:
-        for end in ends:
-            end.close()
+    """A trainer that invites a worker of this make, and what forms the ends of their group."""
+    trainer = NativeTransport(make, device=CPU, backend="nccl", timeout_s=WAIT_S)
+    opening = trainer.open(1, (), Deadline(WAIT_S))
+    join = lambda: NativeTransport.join(opening.info, Worker(rank=1), Deadline(WAIT_S))  # noqa: E731
+    yield trainer, opening, join
+    trainer.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch):
+    """Have NCCL carry what is on the host."""
+    for module in (native, collective):
+        monkeypatch.setattr(module, "choose_backend", lambda device, backend: (CPU, backend))
 
 
 def test_a_group_with_stock_vllm_is_carried_by_the_package(fabric):
-    with meetings("vllm") as (ends, invitation):
-        assert len(invitation.nccl_unique_id_b64) == 172  # base64 of 128 bytes
-        assert beside(*(lambda end=end: end.form(Deadline(WAIT_S)) for end in ends)) == [None, None]
-        groups = [end.carrier() for end in ends]
+    with meetings("vllm") as (trainer, opening, join):
+        assert len(opening.info["group"]["nccl_unique_id_b64"]) == 172  # base64 of 128 bytes
+        _, worker = beside(lambda: opening.transfer(Deadline(WAIT_S)), join)
+        groups = [end.member.group(Deadline(WAIT_S)) for end in (trainer, worker)]
         assert {type(group.carrier) for group in groups} == {NcclCarrier}
         flats = [KIT.filled(9), KIT.blank(9)]
         moves = [lambda pair=pair: pair[0].wait(pair[0].broadcast(pair[1])) for pair in zip(groups, flats, strict=True)]
         assert beside(*moves) == [None, None]
         assert arrived(flats[1], 0)
+        worker.close()
 
 
 def test_a_stock_worker_that_does_not_come_ends_the_meeting(fabric):
-    with meetings("vllm") as ((trainer, _), _):
+    with meetings("vllm") as (trainer, opening, _):
         with pytest.raises(DeadlineError, match="the 2 ranks of a group did not meet"):
-            trainer.form(Deadline(SHORT_S))
-        assert not trainer.connected
+            opening.transfer(Deadline(SHORT_S))
+        assert not trainer.check_connection()
 
 
 def test_a_group_with_stock_sglang_stays_with_torch(fabric, monkeypatch):
     """Its own end is a process group of torch's."""
     made = []
     monkeypatch.setattr(native, "TorchCarrier", lambda seat, store: made.append(store) or SimpleNamespace(abort=list))
-    with meetings("sglang") as (ends, invitation):
-        assert invitation.nccl_unique_id_b64 is None
-        ends[0].form(Deadline(WAIT_S))
-        assert made == [ends[0]._keys]
+    with meetings("sglang") as (trainer, opening, _):
+        assert "nccl_unique_id_b64" not in opening.info["group"]
+        opening.transfer(Deadline(WAIT_S))
+        assert len(made) == 1 and trainer.check_connection()

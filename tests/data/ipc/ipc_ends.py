@@ -34,8 +34,8 @@ def stops_taking(channel, number, at):
     worker = tx.make_transport("ipc", channel=channel, timeout_s=60)
     print("up", flush=True)
     within = Deadline(60)
-    arrival = worker.mailbox.get(within)
-    for index, _ in enumerate(worker.attend(within).receive(arrival, {}, within)):
+    end = worker.attend(within)
+    for index, _ in enumerate(end.receive(end.next(within), {}, within)):
         if index == at:
             os.kill(os.getpid(), number)
 
@@ -71,15 +71,9 @@ def weights(value=1.0, count=40):
     return {f"{i:02d}": torch.full((300,), float(value)) for i in range(count)}
 
 
-def frame(data):
-    """A message as it goes over a connection."""
-    return len(data).to_bytes(4, "big") + data
-
-
 def exchange(trainer, worker, value=5.0):
     """Send a version, and require that it arrives."""
-    with ThreadPoolExecutor(1) as pool:
-        arriving = pool.submit(worker.receive_weights, WAIT_S)
+    with receiving(worker) as arriving:
         trainer.send_weights(weights(value))
         assert arriving.result(WAIT_S)["39"][0] == value
 
@@ -95,25 +89,21 @@ def everywhere():
     return found
 
 
-def opened(trainer, workers=1):
-    """An invitation, and the wait for its workers."""
-    within = Deadline(trainer.timeout_s)
-    opening = trainer.open(workers, (), within)
-    return opening.info, lambda: opening.transfer(within)
-
-
-def join(info, timeout_s=WAIT_S, rank=1):
-    """A worker that joins by an invitation."""
-    return tx.IPCTransport.join(info, Worker(rank=rank), Deadline(timeout_s))
+@contextmanager
+def receiving(worker, **how):
+    """The block runs beside a worker that waits for a version; yields what becomes of that."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(worker.receive_weights, WAIT_S, **how)
 
 
 @contextmanager
 def joined(trainer):
     """A worker of a trainer that a control layer drives."""
-    info, wait = opened(trainer)
+    within = Deadline(trainer.timeout_s)
+    opening = trainer.open(1, (), within)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
-        worker = join(info)
+        waiting = pool.submit(opening.transfer, within)
+        worker = tx.IPCTransport.join(opening.info, Worker(rank=1), within)
         waiting.result(WAIT_S)
     with closing(worker):
         yield worker

@@ -1,4 +1,4 @@
-"""`IPCTransport` beyond the contract: other processes, and deaths at every step."""
+"""`IPCTransport` beyond the contract: other processes, deaths at every step, and whatever the other end says."""
 
 from __future__ import annotations
 
@@ -11,35 +11,48 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
+from hypothesis import given
+from hypothesis.strategies import randoms
 
 import torchrl_ext as tx
+from tests.data.group.members import Interrupted, broken
 from tests.data.ipc import ipc_ends
 from tests.data.ipc.ipc_ends import (
     SMALL_BYTES,
     everywhere,
     exchange,
     follows,
-    frame,
+    joined,
+    prepared,
+    receiving,
     stops_sending,
     stops_taking,
     weights,
 )
+from tests.hostile import worse_json
 from tests.memory import track_peak
 from tests.processes import calling, files_of, maps_of, running_python
-from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.data.group.links import shared_address
-from torchrl_ext.data.ipc.memory import create
-from torchrl_ext.data.ipc.messages import Announce, IPCLoad, Welcome
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.group.store import HostedStore, RemoteStore
+from torchrl_ext.data.ipc import transport as ipc
+from torchrl_ext.data.ipc.memory import HOST, create
+from torchrl_ext.data.ipc.transport import IPCEnd
+from torchrl_ext.data.transports.base import Arrival, Update
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import WAIT_S
 
 channel, make = ipc_ends.channel, ipc_ends.make
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 
 
 class TestBetweenProcesses:
@@ -56,7 +69,7 @@ class TestBetweenProcesses:
             for child in (a, b, c):
                 assert [child.stdout.readline() for _ in said] == [f"{line}\n" for line in said]
 
-    def test_a_worker_that_comes_late_gets_the_next_version(self, make, channel):
+    def test_workers_come_late_and_leave_between_versions(self, make, channel):
         trainer, first = make(workers=1), make()
         exchange(trainer, first)
         with running_python(calling(follows, channel)) as second:
@@ -66,6 +79,10 @@ class TestBetweenProcesses:
                 exchange(trainer, first)
                 heard = second.stdout.readline() if select.select([second.stdout], [], [], 0)[0] else ""
             assert heard.endswith(" 60000\n")
+        for _ in range(5):
+            first.shutdown()
+            first = make()
+            exchange(trainer, first)
 
     def test_a_forked_child_keeps_nothing_of_its_parent_alive(self, make, channel):
         trainer = make()
@@ -85,9 +102,22 @@ class TestBetweenProcesses:
                 os.close(end)
         assert "memfd:torchrl_ext" not in held
 
+    @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+    def test_a_send_adds_no_more_memory_than_the_staging_buffer(self, make, channel):
+        trainer = make(bucket_bytes=4 << 20)
+        sent = {f"{i}": torch.ones(8 << 20, dtype=torch.uint8) for i in range(8)}
+        with running_python(calling(follows, channel)):
+            trainer.send_weights(sent)
+            rounds = []
+            for _ in range(3):  # what else lives in this process only ever adds to a round
+                with track_peak() as extra:
+                    trainer.send_weights(sent)
+                rounds.append(extra[0])
+        assert min(rounds) <= 4 << 20
 
-@pytest.mark.parametrize("at", [0, 20, 39])
+
 class TestDeaths:
+    @pytest.mark.parametrize("at", [5, 20, 39])  # by 5 the worker has taken the first bucket
     def test_killed_trainer_frees_the_buffer_and_worker_reports(self, make, channel, at):
         """A killed trainer frees the buffer; its worker raises an error and receives from the next trainer."""
         worker = make(timeout_s=WAIT_S)
@@ -96,96 +126,321 @@ class TestDeaths:
                 worker.receive_weights(WAIT_S)
             child.wait(WAIT_S)  # a dying process closes its sockets before its other files
             assert everywhere() == []
-        assert worker.receive_weights(0.0) is None
+        assert worker.receive_weights(0.0) is None and not worker.check_connection()
         exchange(make(), worker)
 
+    @pytest.mark.parametrize("at", [0, 20, 39])
     def test_killed_worker_is_named_and_the_next_send_arrives(self, make, channel, at):
-        trainer, worker = make(timeout_s=WAIT_S), make()
-        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad:
-            named = pytest.raises(TransportError, match=rf"did not arrive: a worker \(pid {bad.pid}\)")
-            with named if at < 39 else nullcontext():  # at 39 it had every byte
+        """The trainer names a killed worker, other workers learn of it, and the next send arrives."""
+        trainer, worker = make(workers=2, timeout_s=WAIT_S), make()
+        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad, receiving(worker) as other:
+            words = rf"did not arrive: .*a worker \(pid {bad.pid}\) is gone"
+            with pytest.raises(TransportError, match=words) if at < 39 else nullcontext():  # at 39 it had every byte
                 trainer.send_weights(weights())
+            with pytest.raises(NotConnectedError, match=rf"pid {bad.pid}\) is gone") if at < 39 else nullcontext():
+                other.result(WAIT_S)
+        trainer.shutdown()
+        exchange(make(), worker)
+
+
+class TestFailures:
+    def test_failing_source_ends_the_workers_wait(self, make):
+        """A source that fails ends the worker's wait with its words, and the next send arrives."""
+        trainer, worker = make(), make()
+        with receiving(worker) as arriving:
+            with pytest.raises(ValueError, match="the source broke"):
+                trainer.send_weights(Interrupted(weights(), 30, broken))
+            with pytest.raises(NotConnectedError, match="version 1 did not arrive: the source broke"):
+                arriving.result(WAIT_S)
         exchange(trainer, worker)
 
-    def test_a_failure_of_one_worker_ends_it_for_the_others(self, make, channel, at):
-        trainer, worker = make(workers=2, timeout_s=WAIT_S), make()
-        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)), ThreadPoolExecutor(1) as pool:
-            arriving = pool.submit(worker.receive_weights, WAIT_S)
-            with pytest.raises(TransportError) if at < 39 else nullcontext():
+    def test_worker_that_cannot_load_tells_the_trainer_why(self, make):
+        """The trainer's error has the words of a worker's loader, and the next send arrives."""
+        trainer, worker = make(), make()
+        with receiving(worker, weights={"00": torch.zeros(7)}) as arriving:
+            with pytest.raises(TransportError, match=rf"did not arrive: .*pid {os.getpid()}\) gave up: .*'?00"):
                 trainer.send_weights(weights())
-            with pytest.raises(NotConnectedError, match=r"the trainer.*is gone") if at < 39 else nullcontext():
+            with pytest.raises(WeightSyncError, match="00"):
                 arriving.result(WAIT_S)
+        exchange(trainer, worker)
 
+    def test_worker_that_stops_loading_is_named_in_the_error(self, make):
+        """The trainer's error names a worker that stops loading, and the next send arrives."""
+        trainer, worker = make(), make()
 
-def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
-    """It let the worker in and announced a version, and its buffer was gone before the worker looked."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(WAIT_S)
-    with closing(create(2 * SMALL_BYTES)) as segment:
-        welcome = Welcome(session="x", segment=replace(segment.handle, pid=ended.pid))
-    announce = Announce(version=1, params=(), load=IPCLoad(session="x", handoff=1))
-    lines = b"".join(frame(json.dumps(message.to_json()).encode()) for message in (welcome, announce))
-    worker = make()
-    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
-        listener.bind("\0" + shared_address(channel))
-        listener.listen()
-        receiving = pool.submit(worker.receive_weights, WAIT_S)
-        with listener.accept()[0] as dying:
-            dying.sendall(lines)  # the worker leaves at the first
+        def take_one():
+            within = Deadline(WAIT_S)
+            end = worker.attend(within)
+            next(end.receive(end.next(within), {}, within))
+
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(take_one)
+            with pytest.raises(TransportError, match=rf"version 1 did not arrive: .*a worker \(pid {os.getpid()}"):
+                trainer.send_weights(weights())
+            stopping.result(WAIT_S)
+        exchange(trainer, worker)
+
+    def test_worker_may_leave_before_the_trainer_sees_completion(self, make):
+        """A worker that received every tensor may shut down before the trainer looks; the send succeeds."""
+        worker, left = make(), threading.Event()
+
+        class Waits(MappingSource):
+            def __iter__(self):
+                yield from super().__iter__()
+                assert left.wait(WAIT_S)
+
+        def takes():
+            received = worker.receive_weights(WAIT_S)
+            worker.shutdown()
+            left.set()
+            return received
+
+        with ThreadPoolExecutor(1) as pool:
+            taking = pool.submit(takes)
+            make().send_weights(Waits(weights()))
+        assert taking.result()["39"][0] == 1
+
+    def test_a_worker_that_freezes_is_named_at_the_deadline(self, make, channel):
+        trainer = make(timeout_s=2)
+        frozen = calling(stops_taking, channel, int(signal.SIGSTOP), 20)
+        with running_python(frozen), pytest.raises(DeadlineError, match=r"pid \d+\) did not take bucket"):
+            trainer.send_weights(weights())
+
+    def test_a_trainer_that_freezes_is_named_at_the_workers_deadline(self, make, channel):
+        """Between two answers or before one, it does not hold the worker."""
+        worker = make(timeout_s=1)
+        with running_python(calling(stops_sending, channel, int(signal.SIGSTOP), 20)) as child:
+            words = rf"pid {child.pid}\) did not fill bucket|the trainer .* hangs"
+            with pytest.raises((DeadlineError, NotConnectedError), match=words):
+                worker.receive_weights(WAIT_S)
+            child.send_signal(signal.SIGCONT)
+
+    def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(self, make, channel):
+        """Its buffer was gone before the worker, which it had let in, looked; the worker tells it why it leaves."""
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait(WAIT_S)
+        with closing(create(HOST, 2 * SMALL_BYTES)) as segment:
+            handle = msgspec.structs.replace(segment.handle, pid=ended.pid)
+        worker = make()
+        with closing(HostedStore(worker._address, None, "")) as store, receiving(worker) as arriving:
+            token, _, devices = store.find("join/1", Deadline(WAIT_S))
+            assert devices[-1] == HOST
+            store.set(f"{token}/welcome", ["the trainer", 1, handle])
             with pytest.raises(TransportError, match="the trainer is gone"):
-                receiving.result(WAIT_S)
-    assert worker.receive_weights(0.0) is None and not worker.check_connection()
-    exchange(make(), worker)
+                arriving.result(WAIT_S)
+            with pytest.raises(NotConnectedError, match="cannot be mapped here"):
+                store.find("anything", Deadline(WAIT_S))
+        assert worker.receive_weights(0.0) is None and not worker.check_connection()
+        exchange(make(), worker)
+
+    def test_deadline_names_missing_workers(self, make):
+        with pytest.raises(DeadlineError, match=r"1 of 1 workers did not connect within 0\.2 s"):
+            make(timeout_s=0.2).send_weights(weights())
+        opening = make().open(2, (), Deadline(WAIT_S))
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + opening.info["address"])
+            stranger.sendall(b"\0\0\0\2[]")
+            with pytest.raises(DeadlineError, match="rank 1, rank 2 did not connect"):
+                opening.transfer(Deadline(0.5))
+
+    def test_a_trainer_listens_again_right_after_a_failure(self, make):
+        trainer = make(timeout_s=0.2)
+        for _ in range(5):
+            with pytest.raises(DeadlineError, match="did not connect"):
+                trainer.send_weights(weights())
+
+    def test_two_trainers_on_one_channel_are_refused(self, make):
+        first, second, worker = make(), make(), make()
+        exchange(first, worker)
+        with pytest.raises(TransportError, match=rf"process {os.getpid()} of user {os.geteuid()} listens there"):
+            second.send_weights(weights())
+
+    def test_a_worker_that_only_looks_gets_a_version_too(self, make):
+        trainer, worker = make(), make()
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(trainer.send_weights, weights())
+            received = None
+            while received is None and not sending.done():
+                received = worker.receive_weights(0.0)
+            sending.result(WAIT_S)
+        assert received["39"][0] == 1
+
+    def test_a_worker_that_looks_no_further_gets_the_next_version(self, make):
+        """It has every tensor, and does not ask whether there are more."""
+        trainer, within = make(), Deadline(WAIT_S)
+        with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
+            for value in (1, 2):
+                handoff, arrival = prepared(trainer, weights(value), within)
+                sending = pool.submit(handoff.transfer, within)
+                pairs = worker.receive(arrival, {}, within)
+                assert [float(next(pairs)[1][0]) for _ in arrival.params] == [value] * 40
+                pairs.close()
+                sending.result(WAIT_S)
+
+    @pytest.mark.parametrize("how", ["stop", "close"])
+    def test_a_workers_wait_can_be_ended(self, make, how):
+        trainer, within = make(), Deadline(WAIT_S)
+        with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
+            _, arrival = prepared(trainer, weights(), within)
+            taking = pool.submit(list, worker.receive(arrival, {}, within))
+            within.stop.set() if how == "stop" else worker.close()
+            with pytest.raises(TransportError if how == "stop" else NotConnectedError):
+                taking.result(WAIT_S)
+
+    def test_trainers_wait_for_an_idle_worker_can_be_ended(self, make):
+        trainer, within = make(), Deadline(10 * WAIT_S)
+        with joined(trainer), ThreadPoolExecutor(1) as pool:
+            handoff, _ = prepared(trainer, weights(), within)
+            sending = pool.submit(handoff.transfer, within)
+            within.stop.set()
+            with pytest.raises(TransportError, match="rank 1"):
+                sending.result(WAIT_S)
+
+    def test_a_trainer_without_memory_for_the_buffer_says_so_at_once(self, make, monkeypatch):
+        monkeypatch.setattr(ipc, "create", no_memory)
+        trainer, worker = make(timeout_s=10 * WAIT_S), make()
+        with receiving(worker) as arriving:
+            with pytest.raises(TransportError, match="4096 bytes of shared memory cannot be allocated"):
+                trainer.send_weights(weights())
+            worker.abort()
+            assert arriving.result(WAIT_S) is None
+
+    def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
+        monkeypatch.setattr(ipc, "create", lambda device, n: (create if n <= 5 << 20 else no_memory)(device, n))
+        trainer, worker = make(bucket_bytes=None), make()
+        exchange(trainer, worker)
+        assert trainer.staging_bytes == 4 << 20
+
+    def test_handoff_of_too_many_buckets_is_refused_by_both_ends(self, make):
+        """Trainer and worker refuse a handoff of too many buckets before either of them waits."""
+        trainer, within = make(), Deadline(10 * WAIT_S)
+        huge = (ParamMeta("huge", torch.uint8, ((SMALL_BYTES << 19) + 1,)),)
+
+        class Huge(MappingSource):
+            def params(self):
+                return huge
+
+        with joined(trainer) as worker:
+            with pytest.raises(ConfigError, match=r"1,048,577 buckets.* larger bucket_bytes"):
+                trainer.prepare(Update(source=Huge({}), version=1), within)
+            handoff, arrival = prepared(trainer, weights(), within)
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(handoff.transfer, within)
+                with pytest.raises(ConfigError, match="1,048,577 buckets"):
+                    list(worker.receive(replace(arrival, params=huge), {}, within))
+                with pytest.raises(TransportError, match=r"rank 1 .* gave up: a handoff takes 1,048,577 buckets"):
+                    sending.result(WAIT_S)
 
 
-def test_worker_may_leave_before_the_trainer_sees_completion(make):
-    """A worker that received every tensor may shut down before the trainer looks; the send succeeds."""
-    worker, left = make(), threading.Event()
-
-    class Waits(MappingSource):
-        def __iter__(self):
-            yield from super().__iter__()
-            assert left.wait(WAIT_S)
-
-    def takes():
-        received = worker.receive_weights(WAIT_S)
-        worker.shutdown()
-        left.set()
-        return received
-
-    with ThreadPoolExecutor(1) as pool:
-        taking = pool.submit(takes)
-        make().send_weights(Waits(weights()))
-    assert taking.result()["39"][0] == 1
+def no_memory(device, nbytes):
+    raise TransportError(f"{nbytes} bytes of shared memory cannot be allocated")
 
 
-def test_a_worker_that_freezes_is_named_at_the_deadline(make, channel):
-    trainer = make(timeout_s=2)
-    frozen = calling(stops_taking, channel, int(signal.SIGSTOP), 20)
-    with running_python(frozen), pytest.raises(DeadlineError, match=r"pid \d+\) did not take bucket"):
-        trainer.send_weights(weights())
+@as_root
+class TestOtherUsers:
+    def test_one_who_connects_all_the_time_keeps_nobody_waiting(self, make):
+        trainer, worker = make(timeout_s=WAIT_S), make()
+        exchange(trainer, worker)
+        with calling_as_nobody(connects_all_the_time, worker._address) as stranger:
+            worker.shutdown()
+            exchange(trainer, make())
+            trainer.shutdown()
+            with pytest.raises(DeadlineError, match="1 of 1 workers did not connect"):
+                make(timeout_s=0.2).send_weights(weights())
+            assert select.select([stranger.stdout], [], [], 0)[0] == []  # it still goes on
+
+    def test_one_who_has_the_address_first_is_named_by_both_ends(self, make):
+        trainer, worker = make(), make()
+        with calling_as_nobody(listens, worker._address) as stranger:
+            with pytest.raises(TransportError, match=rf"process {stranger.pid} of user {NOBODY} listens there"):
+                trainer.send_weights(weights())
+            with pytest.raises(TransportError, match=rf"pid {stranger.pid}\) belongs to user {NOBODY}"):
+                worker.receive_weights(WAIT_S)
+
+    def test_address_bound_by_a_process_that_does_not_listen(self, make):
+        """An address that another process has bound fails the send, even if that process does not listen."""
+        trainer = make()
+        with calling_as_nobody(binds, trainer._address), pytest.raises(TransportError, match="already in use"):
+            trainer.send_weights(weights())
 
 
-def test_a_trainer_that_freezes_is_named_at_the_workers_deadline(make, channel):
-    worker = make(timeout_s=1)
-    with running_python(calling(stops_sending, channel, int(signal.SIGSTOP), 20)) as child:
-        with pytest.raises(DeadlineError, match=rf"pid {child.pid}\) did not fill bucket"):
-            worker.receive_weights(WAIT_S)
-        child.send_signal(signal.SIGCONT)
+@contextmanager
+def calling_as_nobody(function, address):
+    """A process of another user that calls ``function`` beside the block; the block begins when it is at work."""
+    with running_python(calling(function, address)) as stranger:
+        assert stranger.stdout.readline() == "at work\n"
+        yield stranger
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
-def test_a_send_adds_no_more_memory_than_the_staging_buffer(make, channel):
-    trainer = make(bucket_bytes=4 << 20)
-    sent = {f"{i}": torch.ones(8 << 20, dtype=torch.uint8) for i in range(8)}
-    with running_python(calling(follows, channel)):
-        trainer.send_weights(sent)
-        rounds = []
-        for _ in range(3):  # what else lives in this process only ever adds to a round
-            with track_peak() as extra:
-                trainer.send_weights(sent)
-            rounds.append(extra[0])
-    assert min(rounds) <= 4 << 20
+def binds(address, listening=False):
+    os.setuid(NOBODY)
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind("\0" + address)
+        if listening:
+            endpoint.listen()
+        print("at work", flush=True)
+        sys.stdin.read()
+
+
+def listens(address):
+    binds(address, listening=True)
+
+
+def connects_all_the_time(address):
+    """For half a minute, and a little longer after it has said so, which whoever waits for its end can read."""
+    os.setuid(NOBODY)
+    print("at work", flush=True)
+    for within in (Deadline(30.0), Deadline(0.5)):
+        while not within.over:
+            with socket.socket(socket.AF_UNIX) as endpoint, suppress(OSError):
+                endpoint.setblocking(False)
+                endpoint.connect("\0" + address)
+        print("ended", flush=True)
+
+
+# whatever arrives from the other end
+
+PARAMS = (ParamMeta("a", torch.float32, (3,)), ParamMeta("b", torch.uint8, (2, 3)))
+
+
+def leave(store, draw, key, note, chance=0.5):
+    """Set a note that may be damaged, as text that may be no JSON."""
+    note = msgspec.to_builtins(note)
+    with suppress(WeightSyncError):
+        store.set(key, msgspec.Raw(json.dumps(worse_json(note, draw) if draw.random() < chance else note).encode()))
+        store.find(key)  # by now it is there
+
+
+@given(randoms(use_true_random=False))
+def test_a_trainer_takes_any_note_of_a_worker(draw):
+    within = Deadline(WAIT_S)
+    with tx.IPCTransport(bucket_bytes=SMALL_BYTES) as trainer:
+        opening = trainer.open(1, (), within)
+        worker = RemoteStore(opening.info["address"], None, "", within)
+        leave(worker, draw, "join/1", ["t", "rank 1", [HOST]])
+        with suppress(WeightSyncError), closing(worker):
+            opening.transfer(Deadline(0.0))
+            for bucket in (0, 1):
+                leave(worker, draw, f"1/taken/{bucket}/1", [True])
+            prepared(trainer, {"a": torch.ones(3), "b": torch.ones(2, 3)}, within)[0].transfer(Deadline(0.0))
+
+
+@given(randoms(use_true_random=False))
+def test_a_worker_takes_any_note_of_a_trainer(draw):
+    address = ipc._address(os.urandom(16).hex())
+    end = IPCEnd(address, [HOST], WAIT_S)
+    with closing(create(HOST, 8192)) as segment, closing(HostedStore(address, None, "")) as store, closing(end):
+        while end.store is None:
+            with suppress(DeadlineError):
+                end.enter(Deadline(0.02))
+        leave(store, draw, f"{store.find('join/1')[0]}/welcome", ["the trainer", 1, segment.handle])
+        leave(store, draw, "1/version", [1, [meta.to_json() for meta in PARAMS]])
+        leave(store, draw, "1/filled/0", [True])
+        arrival = Arrival(version=1, params=PARAMS)
+        with suppress(WeightSyncError):
+            arrival = end.next(Deadline(0.0)) or arrival
+        with suppress(WeightSyncError):
+            list(end.receive(arrival, {}, Deadline(0.0)))
 
 
 @pytest.mark.gpu
@@ -194,8 +449,7 @@ class TestOnAGPU:
     def test_both_ends_in_one_process_share_it_too(self, channel):
         trainer, worker = (tx.make_transport("ipc", channel=channel, bucket_bytes=1 << 20) for _ in range(2))
         held = {name: tensor.cuda() for name, tensor in weights(0).items()}
-        with ThreadPoolExecutor(1) as pool:
-            arriving = pool.submit(worker.receive_weights, WAIT_S, weights=held)
+        with receiving(worker, weights=held) as arriving:
             trainer.send_weights({name: tensor.cuda() for name, tensor in weights(7).items()})
             arriving.result(WAIT_S)
         assert all(bool((tensor == 7).all()) for tensor in held.values())

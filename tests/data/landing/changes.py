@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_ext.data.deltas.streams import StreamPatch
-from torchrl_ext.data.deltas.table import ParamTable, StepPatch
+from torchrl_ext.data.deltas.table import ParamTable
 
 
 class Listed:
@@ -21,15 +21,15 @@ class Listed:
 
     def patches(self, wanted):
         table = ParamTable.of(patch.meta for patch in self._patches)
-        wants = {patch.meta.name: wanted(patch.meta.name) for patch in self._patches if patch.changed}
+        wants = {patch.meta.name: wanted(patch.meta.name) for patch in self._patches if patch.positions.size}
         for number, stream in enumerate(table.streams):
             own = [self._patches[param] for param in stream.params]
             if not any(wants.get(patch.meta.name) for patch in own):
                 continue
             firsts = zip(stream.first[:-1], own, strict=True)
-            positions = np.concatenate([first + one.indices for first, one in firsts])
+            positions = np.concatenate([first + one.positions for first, one in firsts])
             values = np.concatenate([patch.values for patch in own])
-            yield StreamPatch(table, number, 0, stream.size, positions, values, isinstance(own[0], StepPatch))
+            yield StreamPatch(table, number, 0, stream.size, positions, values, own[0].steps)
 
     def whole(self, names):
         return iter(())

@@ -1,17 +1,17 @@
 """Changes land where a loader would have put them: whatever it narrows, turns, stacks and fuses."""
 
-import numpy as np
 import pytest
 import torch
 
-from tests.data.deltas.data import random_bits, steps_of
+from tests.data.deltas.data import diff, random_bits, steps_of
+from tests.data.deltas.data import patch_of as made
 from tests.data.landing.changes import Listed
 from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
-from torchrl_ext.base.errors import ConfigError, IntegrityError, NotConnectedError
+from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import HostKernels, TorchKernels, kernels_on
-from torchrl_ext.data.deltas.table import SparsePatch, StepPatch, diff, units
+from torchrl_ext.data.deltas import loops, torch_ops
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.data.landing.placement import record
@@ -90,13 +90,11 @@ def patched_copy(tensor, density, generator):
 
 
 def patch_of(kind, meta, old, new):
-    """The change of a tensor: as new bits where it changed, as new bits of every unit, or as steps."""
+    """The change of a tensor: as new bits, or as steps."""
     if kind == "sparse":
         return diff(meta, old, new)
-    if kind == "dense":
-        return SparsePatch(meta, np.arange(units(new).size, dtype=np.int32), units(new).copy())
     positions, steps = steps_of(old, new)
-    return StepPatch(meta, positions.astype(np.int32), steps)
+    return made(meta, positions, steps, steps=True)
 
 
 def held_digest(pieces):
@@ -104,11 +102,11 @@ def held_digest(pieces):
     return sum(as_digests(words), PositionDigest())
 
 
-@pytest.mark.parametrize("kind", ["sparse", "steps", "dense"])
+@pytest.mark.parametrize("kind", ["sparse", "steps"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
 def test_patched_engines_equal_those_that_loaded_the_new_tensors(dtype, world, kind):
-    for density in (0.02, 0.3, 1.0):
+    for density in (0.02, 1.0):
         generator = torch.Generator().manual_seed(7)
         old = {name: random_tensor(shape, dtype, generator) for name, shape in SIZES.items()}
         new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
@@ -148,17 +146,22 @@ def copy_of(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-class Watched(TorchKernels):
-    """Kernels that count the elements that they digest, and can lose a write."""
+class Watched:
+    """Loops that count the elements that they digest, and can write something else than they are given."""
 
-    digested, losing = 0, False
+    digested, late = 0, False
+
+    def __init__(self, own=torch_ops):
+        self.own, self.on_host, self.land = own, own.on_host, own.land
 
     def words(self, pieces):
         self.digested += sum(piece.destination.numel() for piece in pieces)
-        return super().words(pieces)
+        return self.own.words(pieces)
 
-    def scatter(self, target, offsets, values):
-        super().scatter(target.clone() if self.losing else target, offsets, values)
+    def write(self, writes):
+        if self.late:
+            writes = writes._replace(values=torch.full_like(writes.values, 0x25))
+        return self.own.write(writes)
 
 
 def test_patcher_reads_tensors_back_before_pauses_only():
@@ -206,15 +209,15 @@ def test_damage_found_before_a_pause_fails_commit_unwritten():
     patcher.commit()
 
 
-def test_lost_write_fails_commit_and_wrong_base_fails_staging():
+def test_lost_write_fails_commit_and_wrong_base_fails_staging(monkeypatch):
     old = state(1)
     new = copy_of(old)
     as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
-    change, kernels, live = step(old, new), Watched(), copy_of(old)
-    patcher = Patcher(identity(live), kernels)
+    change, live = step(old, new), copy_of(old)
+    patcher = Patcher(identity(live), torch_ops)
     patcher.stage(change)
-    kernels.losing = True
-    with pytest.raises(IntegrityError, match="tensor 'b'"):
+    with monkeypatch.context() as patch, pytest.raises(IntegrityError, match="tensor 'b'"):
+        patch.setattr(torch_ops, "scatter", lambda *write: None)
         patcher.commit()
     live["b"].view(-1)[17] = 2.0
     kept, patcher = copy_of(live), Patcher(identity(live))
@@ -247,37 +250,39 @@ def test_parameters_replaced_after_staging_fail_the_commit(how):
     assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize("density", [0.0, 0.001, 0.01, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize(("rows", "columns"), [(1000, 300), (3000, 1000)], ids=["one thread", "several threads"])
-def test_staged_patch_is_compact_and_lands_in_its_piece(rows, columns, density):
-    """A staged patch takes at most twice its bytes and changes only its piece of the parameter."""
-    generator = torch.Generator().manual_seed(5)
-    old = random_tensor((rows, columns), torch.bfloat16, generator)
-    new = patched_copy(old, density, generator)
-    live = torch.zeros(rows + 500, columns + 700, dtype=torch.bfloat16)
-    piece = Piece(destination=live[500:, :columns], offset=0, strides=(columns, 1))
-    elsewhere = Piece(destination=torch.zeros(4, columns), offset=old.numel(), strides=(columns, 1))
-    piece.destination.copy_(old)
-    patch = diff(ParamMeta.of("w", old), old, new)
-    patcher = Patcher({"w": [piece, elsewhere]})
-    patcher.stage(Listed(patch))
-    assert patch.values.nbytes <= patcher.staged_bytes <= 2 * (patch.indices.nbytes + patch.values.nbytes)
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_staged_patch_is_compact_and_lands_in_its_piece(threads, density, monkeypatch):
+    """Staged patches take at most twice their bytes and change only their pieces of parameters, list by list."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows, columns, generator = 1000, 300, torch.Generator().manual_seed(5)
+    old, new, live, pieces = {}, {}, {}, {}
+    for name, dtype in (("a", torch.bfloat16), ("b", torch.float32)):
+        old[name] = random_tensor((rows, columns), dtype, generator)
+        new[name] = patched_copy(old[name], density, generator)
+        live[name] = torch.zeros(rows + 500, columns + 700, dtype=dtype)
+        elsewhere = torch.zeros(4, columns, dtype=dtype)
+        pieces[name] = [
+            Piece(destination=live[name][500:, :columns], offset=0, strides=(columns, 1)),
+            Piece(destination=elsewhere, offset=rows * columns, strides=(columns, 1)),
+        ]
+        pieces[name][0].destination.copy_(old[name])
+    change, patcher = step(old, new), Patcher(pieces)
+    patcher.stage(change)
+    values = sum(patch.values.nbytes for patch in change._patches)
+    indices = sum(patch.positions.nbytes for patch in change._patches)
+    assert values <= patcher.staged_bytes <= 2 * (indices + values)
     patcher.commit()
-    assert not patcher.staged_bytes and same_bits(piece.destination, new)
-    assert not live[:500].any() and not live[500:, columns:].any() and not elsewhere.destination.any()
+    assert not patcher.staged_bytes
+    for name, tensor in live.items():
+        first, second = (piece.destination for piece in pieces[name])
+        assert same_bits(first, new[name]) and not second.any()
+        assert not tensor[:500].any() and not tensor[500:, columns:].any()
 
 
-def test_a_view_that_repeats_elements_is_no_piece():
-    row = torch.arange(3.0)
-    with pytest.raises(ConfigError, match=r"sizes \[2, 3\] and strides \[0, 1\]"):
-        Piece(destination=torch.zeros(2, 3), offset=0, strides=row.expand(2, 3).stride())
-    assert Piece(destination=torch.zeros(1, 3), offset=0, strides=(0, 1)).end == 3
-
-
-@pytest.mark.parametrize("density", [0.05, 1.0], ids=["in lists", "as copies"])
-def test_what_another_stream_staged_is_written_as_meant(density, lag):
+def test_what_another_stream_staged_is_written_as_meant(lag):
     generator, old = torch.Generator().manual_seed(2), state(1)
-    new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+    new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
     change = step(old, new)
     with torch.Stream(lag):
         live = {name: tensor.to(lag) for name, tensor in old.items()}
@@ -291,13 +296,12 @@ def test_what_another_stream_staged_is_written_as_meant(density, lag):
         assert all(same_bits(live[name].cpu(), tensor) for name, tensor in new.items())
 
 
-@pytest.mark.parametrize("density", [0.05, 1.0], ids=["in lists", "as copies"])
-def test_a_device_is_waited_for_twice_for_any_number_of_tensors(density, lag):
+def test_a_device_is_waited_for_twice_for_any_number_of_tensors(lag):
     """Once for digests that are read back, and once for all that is staged; a commit once."""
     for count in (3, 12):
         generator, shape = torch.Generator().manual_seed(3), (200, 100)
         old = {f"{number:02}": random_tensor(shape, torch.bfloat16, generator) for number in range(count)}
-        new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
+        new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
         with torch.Stream(lag):
             pieces = {}
             for number, (name, tensor) in enumerate(old.items()):  # straight, turned, and in the columns of another one
@@ -319,17 +323,13 @@ def test_a_device_is_waited_for_twice_for_any_number_of_tensors(density, lag):
             assert all(same_bits(own[0].destination.cpu(), old[name]) for name, own in pieces.items())
 
 
-@pytest.mark.parametrize("own", [HostKernels, TorchKernels])
+@pytest.mark.parametrize("own", [loops, torch_ops], ids=["loops", "torch_ops"])
 def test_a_list_other_than_staged_is_no_proof_of_itself(own):
-    class Late(own):
-        def write(self, writes):
-            return super().write(writes._replace(values=torch.full_like(writes.values, 0x25)))
-
     old = state(1)
     new = copy_of(old)
     as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
-    change, live = step(old, new), copy_of(old)
-    patcher = Patcher(identity(live), Late())
+    change, live, kernels = step(old, new), copy_of(old), Watched(own)
+    patcher, kernels.late = Patcher(identity(live), kernels), True
     compare(patcher.stage(change), change.digests)
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         patcher.commit()

@@ -23,8 +23,8 @@ from tests.ranks import on_ranks
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.group.notes import HostedNotes
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group
+from torchrl_ext.data.group.store import HostedStore
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import MappingSource, WeightSource
 from torchrl_ext.testing import free_port
@@ -180,12 +180,12 @@ def sent(ends, weights):
 )
 def test_what_makes_no_plan_ends_the_update_on_both_sides(ends, monkeypatch, damaged, words):
     """Shares of which a worker makes no plan, or another one, end the update on both sides before a byte moves."""
-    put = HostedNotes.put
+    put = HostedStore.set
 
     def damage(self, key, value, **how):
-        return put(self, key, damaged(value) if key.endswith("/shares") else value, **how)
+        return put(self, key, damaged(value) if key == "shares" else value, **how)
 
-    monkeypatch.setattr(HostedNotes, "put", damage)
+    monkeypatch.setattr(HostedStore, "set", damage)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
     assert isinstance(received, tx.WeightSyncError) and words in str(received), received
     assert isinstance(outcome, tx.WeightSyncError) and "rank 1 (pid" in str(outcome), outcome

@@ -27,15 +27,15 @@ from tests.ranks import join
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.group.notes import HostedNotes, RemoteNotes
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group
 from torchrl_ext.data.group.ranks import _Notes
+from torchrl_ext.data.group.store import HostedStore, RemoteStore
 from torchrl_ext.testing import free_port
 
 SHAPES = {"a": (12, 8), "b": (8, 12), "c": (10,), "d": (16, 16), "e": (4, 4)}
 ROLES = ("rank 0", "rank 1", "engine 0", "engine 1")
 COUNTED = {Group: ("send", "receive", "wait"), _Notes: ("put", "read")}
-COUNTED |= dict.fromkeys((HostedNotes, RemoteNotes), ("put", "wait"))
+COUNTED |= dict.fromkeys((HostedStore, RemoteStore), ("set", "find"))
 
 
 class Steps:

@@ -21,7 +21,7 @@ from tests.data.transports.chains import same
 from tests.processes import WAIT_S, calling, running_python
 from torchrl_ext.base.errors import StoreError, WeightSyncError
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import version_name, version_number
+from torchrl_ext.data.stores.manifest import version_name, version_number
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.remote import RemoteStore
 from torchrl_ext.testing import any_bits
@@ -350,13 +350,13 @@ class Bucket:
         assert self.objects()["latest"].split() == [b"%d" % number, self.published[number]]
 
 
-def run_in_the_manifest(store, number):
-    return SimpleNamespace(run_id=store.get(f"{version_name(number)}/manifest.json").decode())
+def run_in_the_manifest(chain, number):
+    return SimpleNamespace(run_id=chain.store.get(f"{version_name(number)}/manifest.json").decode())
 
 
 def test_interleaved_writers_lose_or_change_no_version(monkeypatch):
     """Two writers in any interleaving lose or change no published version."""
-    monkeypatch.setattr("torchrl_ext.data.stores.chain.read_version", run_in_the_manifest)
+    monkeypatch.setattr(Chain, "_read", run_in_the_manifest)
     published = refused = 0
     for seed in range(RUNS):
         bucket = Bucket(seed)

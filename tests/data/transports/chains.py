@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from xxhash import xxh3_128_hexdigest
 
 import torchrl_ext as tx
-from torchrl_ext.data.stores.delta_manifest import END
+from torchrl_ext.data.stores.manifest import END
 from torchrl_ext.testing import any_bits, same_bits
 
 
@@ -80,7 +80,7 @@ def flip(path, at):
 
 
 def rewrite(path, change):
-    """Change the manifest of a delta; what is written is plain JSON, with the checksum of its text."""
+    """Change a manifest; what is written is plain JSON, with the checksum of its text."""
     document = json.loads(zstandard.decompress(path.read_bytes()))
     del document["content"]
     change(document)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.group.process_group import HOST as SIZES
+from torchrl_ext.data.group.carrier import HOST as SIZES
 from torchrl_ext.data.transports.buckets import BufferPool, Lander, Packer, copy_each, layout
 from torchrl_ext.data.transports.collective import buckets_of
 from torchrl_ext.testing import DTYPES, any_bits, same_bits

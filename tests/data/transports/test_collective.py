@@ -36,6 +36,7 @@ from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.transports.base import Arrival, Update, Worker
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.weights.source import MappingSource
+from torchrl_ext.testing import any_bits
 
 
 def test_the_signature_is_that_of_torchrl():
@@ -124,7 +125,8 @@ def take_until(worker, stop_at):
     """Receive one version as a loader does that stops at a parameter, by its number."""
     within = Deadline(WAIT_S)
     end = worker.attend(within)
-    for number, _ in enumerate(end.receive(end.get(within), {}, within)):
+    pairs = end.receive(end.next(within), {}, within)
+    for number, _ in enumerate(pairs if stop_at >= 0 else ()):
         if number == stop_at:
             break
 
@@ -151,6 +153,20 @@ def test_worker_that_takes_no_version_gives_the_reason(how):
         )
         assert all(same(one, second) for one in both)
         assert (other.received_version, trainer.latest_version()) == (2, 2)
+
+
+def test_a_loader_may_stop_at_any_parameter():
+    """Wherever a loader stops, the trainer hears where, and the next update passes."""
+    sizes = [1, 7, 50, 300, 300, 700, 3000, 700, 300, 20]  # most share buckets, one is too large
+    sent = {f"p{index}": any_bits(torch.float32, size, seed=index) for index, size in enumerate(sizes)}
+    with group(2) as (trainer, worker):
+        for stop_at in range(-1, len(sizes)):
+            told, _ = beside(lambda: trainer.send_weights("policy", sent), partial(take_until, worker, stop_at))
+            words = "it loaded nothing" if stop_at < 0 else f"stopped loading after 'p{stop_at}'"
+            assert isinstance(told, TransportError) and "rank 1 (pid" in str(told) and words in str(told)
+            assert enter(trainer, worker) == [None, None]
+            _, received = beside(lambda: trainer.send_weights("policy", sent), worker.receive_weights)
+            assert same(received, sent)
 
 
 @pytest.mark.parametrize("who", ["trainer", "worker"])
@@ -234,7 +250,7 @@ def receives(port, rank, size, stop_at):
     print("connected", flush=True)
     within = Deadline(WAIT_S)
     worker = end.attend(within)
-    for number, _ in enumerate(worker.receive(worker.get(within), {}, within)):
+    for number, _ in enumerate(worker.receive(worker.next(within), {}, within)):
         if number == stop_at:
             stop()
     print("took", flush=True)

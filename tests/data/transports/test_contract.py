@@ -16,7 +16,8 @@ import torchrl_ext as tx
 from tests.hostile import worse_json
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
-from torchrl_ext.data.transports.base import Worker
+from torchrl_ext.base.registry import transports
+from torchrl_ext.data.transports.base import Abilities, Worker
 from torchrl_ext.testing import (
     SMALL_BYTES,
     WAIT_S,
@@ -176,3 +177,10 @@ def test_updates_leave_no_threads_behind(suite, tmp_path):
         counts.append(len(os.listdir("/proc/self/task")))  # those of backends, too
     assert counts[-1] < counts[2] + 10
     ends.trainer.shutdown(), ends.worker.shutdown()
+
+
+def test_table_of_abilities_shows_the_classes():
+    rows = [line.split() for line in Abilities.__doc__.splitlines() if line.endswith((" yes", " no"))]
+    shown = {name: Abilities(*(word == "yes" for word in words)) for name, *words in rows}
+    assert shown == {name: transports.load(name).abilities for name in shown}
+    assert shown.keys() == {name for name, summary in transports.names().items() if "of package" not in summary}

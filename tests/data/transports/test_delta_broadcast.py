@@ -22,7 +22,7 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import MemoryStore
 from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.data.transports.broadcast import Broadcast
@@ -130,7 +130,7 @@ class Announced:
     def __init__(self, arrival, pairs):
         self._arrival, self._pairs = arrival, pairs
 
-    def get(self, within):
+    def next(self, within):
         return self._arrival
 
     def receive(self, arrival, into, within):
@@ -156,4 +156,4 @@ def test_any_announcement_gives_a_version_or_our_own_error(version, files, pairs
         broadcast.fetch(Deadline(0.0))
         assert store.list() == ["latest", version_name(version)]
     except WeightSyncError:
-        assert not store.list() and not broadcast.full.tensors
+        assert not store.list() and not broadcast.kept.tensors

@@ -31,15 +31,17 @@ DAMAGES = {
         r"weight_v000003/manifest.json is damaged",
     ),
     "a codec nobody knows": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m["codecs"].__setitem__(0, {"name": "quantum"})),
+        lambda d: rewrite(d / "manifest.json", lambda m: m["delta"]["codecs"].__setitem__(0, {"name": "quantum"})),
         r"'quantum'",
     ),
     "a digest of other weights": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m.update(digests=m["digests"][:24] + "AAAA" * 10)),
+        lambda d: rewrite(
+            d / "manifest.json", lambda m: m["delta"].update(digests=m["delta"]["digests"][:24] + "AAAA" * 10)
+        ),
         r"'b.weight'",
     ),
     "another base": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m.update(base_run_id="somebody")),
+        lambda d: rewrite(d / "manifest.json", lambda m: m["delta"].update(base_run_id="somebody")),
         r"version 3 .* of run 'somebody'",
     ),
 }
@@ -133,7 +135,8 @@ def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
     reader = trainer_at(root)
     run = Chain(LocalStore(root)).version(1).run_id
     shutil.copytree(folder(tmp_path / "other", 2), folder(root, 3))
-    rewrite(folder(root, 3) / "manifest.json", lambda m: m.update(version=3, base_version=2, base_run_id=run))
+    based = {"base_version": 2, "base_run_id": run}
+    rewrite(folder(root, 3) / "manifest.json", lambda m: m.update(version=3, delta={**m["delta"], **based}))
     (root / "latest").write_text("3\n")
     with pytest.raises(ManifestError, match=r"a.weight"):
         reader.receive_weights(WAIT_S)

@@ -20,14 +20,12 @@ import zstandard
 
 from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
 from torchrl_ext.base.errors import ManifestError, WeightSyncError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.delta_manifest import END, DeltaManifest
-from torchrl_ext.data.stores.folders import Version, version_name
-from torchrl_ext.data.stores.manifest import MANIFEST, read_manifest
+from torchrl_ext.data.stores.manifest import END, MANIFEST, DeltaManifest, Manifest, version_name
 from torchrl_ext.data.stores.store import MemoryStore
-from torchrl_ext.data.transports.broadcast import KeptTensors
+from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned
 from torchrl_ext.data.versions.writer import ChainWriter
@@ -72,7 +70,7 @@ class Published:
 
     def __init__(self, manifest: DeltaManifest, files: dict[str, bytes], old: Tensors, new: Tensors) -> None:
         self.manifest, self.files, self.old, self.new = manifest, files, old, new
-        self.data = manifest.to_bytes()
+        self.data = whole(manifest).to_bytes()
         self.text = zstandard.decompress(self.data)
         assert all(same_bits(tensor, new[name]) for name, tensor in self.read(manifest, files).items())
 
@@ -102,7 +100,7 @@ class Published:
 
 def published(encoding: str, old: Tensors = OLD, new: Tensors = NEW) -> Published:
     """Return the delta from one model to another."""
-    codec = make_codec(encoding)
+    codec = encodings.make(encoding)
     store, block_units = MemoryStore(), streams.BLOCK_UNITS
     own = Owned(codec, KeptTensors())
     writer = ChainWriter(store, Chain(store), "r", own, keyframe_every=0, base=None, keep_files=True)
@@ -131,8 +129,13 @@ class _Chain:
     def __init__(self, manifest: DeltaManifest, store: MemoryStore) -> None:
         self.manifest, self.store = manifest, store
 
-    def version(self, number: int) -> Version:
-        return Version(run_id="r", params=self.manifest.params, delta=self.manifest, folder=FOLDER)
+    def version(self, number: int) -> Manifest:
+        return whole(self.manifest)
+
+
+def whole(delta: DeltaManifest) -> Manifest:
+    """Return the manifest of a version that is this delta alone."""
+    return Manifest(version=delta.version, run_id=delta.run_id, params=delta.params, files=delta.files, delta=delta)
 
 
 def signed(body: bytes) -> bytes:
@@ -155,19 +158,19 @@ def worse_manifest(own: Published, chance: random.Random) -> str:
                 document = worse_json(document, chance)
             else:
                 name = chance.choice(COLUMNS)
-                column = worse_bytes(base64.b64decode(document[name]), chance)
-                document[name] = base64.b64encode(column).decode()
+                column = worse_bytes(base64.b64decode(document["delta"][name]), chance)
+                document["delta"][name] = base64.b64encode(column).decode()
             body = json.dumps(document)[:-1].encode()
         text = signed(body)
         data = zstandard.compress(text, 1) if chance.random() < 0.5 else text
     try:
-        found = read_manifest(data, "here")
+        found = Manifest.from_bytes(data, "here")
     except WeightSyncError as error:
         assert "here" in str(error)
         return "refused"
     if kind == 0:
         assert found.to_bytes() == own.data
-    return own.judge(found, own.files) if isinstance(found, DeltaManifest) else "refused"
+    return own.judge(found.delta, own.files) if found.delta else "refused"
 
 
 def worse_block(own: Published, chance: random.Random) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
-from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import calling, python
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import codec_loops as block_loops
 from torchrl_ext.data.deltas import codec_loops as token_loops
-from torchrl_ext.data.deltas import host_loops
-from torchrl_ext.data.deltas.blocks import make_codec
+from torchrl_ext.data.deltas import loops as host_loops
 from torchrl_ext.data.versions import compiled
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
@@ -80,22 +78,8 @@ def test_compiler_versions_share_a_cache_folder(tmp_path):
         assert found.split() == [expected], version
 
 
-def test_loops_compile_in_first_update_without_temporary_folder(monkeypatch, tmp_path):
-    def full(prefix):
-        raise OSError("no room")
-
-    monkeypatch.setattr(compiled.tempfile, "TemporaryDirectory", full)
-    compiled._compile.cache_clear()
-    policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
-    sender = tx.WeightSender(tx.DeltaTransport(tmp_path, encoding="ulp"), InProcessEngine(served))
-    for _ in range(2):
-        assert sender.update_weights(policy).verified
-        assert torch.equal(policy.weight, served.weight)
-    sender.shutdown()
-
-
 @pytest.mark.parametrize("encoding", ["ulp", "deltas_zstd"])
 def test_loops_compile_in_inference_mode(encoding):
     compiled._compile.cache_clear()
     with torch.inference_mode():
-        compiled.compile_loops(make_codec(encoding), [ParamMeta("w", torch.bfloat16, (3,))])
+        compiled.compile_loops(encoding, [ParamMeta("w", torch.bfloat16, (3,))])

@@ -11,10 +11,11 @@ from tests.data.transports.chains import checkpoint, published, same, trainer_at
 from tests.data.versions.damage import KINDS, NEW, OLD, route_of
 from tests.data.versions.damage import published as published_delta
 from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.deltas.blocks import decode_block
 from torchrl_ext.data.landing.patcher import Patcher, identity
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
-from torchrl_ext.data.versions.open_delta import OpenDelta
+from torchrl_ext.data.versions import open_route
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.weights.digests import position_digest
 
@@ -89,10 +90,14 @@ def test_reader_with_partial_digests_adopts_oldest_version(tmp_path, at):
 def test_staging_decodes_each_written_tensor_once(chain, monkeypatch):
     """Staging decodes only the tensors it writes, once, and lists the other changed ones by name."""
     reader, history = chain
-    decoded, decode = [], OpenDelta.decode
-    monkeypatch.setattr(
-        OpenDelta, "decode", lambda one, within, old: decoded.extend(one.names(within)) or decode(one, within, old)
-    )
+    decoded = []
+
+    def noted(kind, payload, table, stream, start, size, old=None):
+        patch = decode_block(kind, payload, table, stream, start, size, old)
+        decoded.extend(own.meta.name for own in patch.split())
+        return patch
+
+    monkeypatch.setattr(open_route, "decode_block", noted)
     second = reader.changes(2)
     changed = [name for name in history[1] if not torch.equal(history[1][name], history[2][name])]
     written, other = changed[:1], changed[1:]
@@ -105,10 +110,8 @@ def test_staging_decodes_each_written_tensor_once(chain, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_delta_decodes_each_range_once_for_any_tensor_order(kind, monkeypatch):
-    one, decoded, decode = published_delta(kind), [], OpenDelta.decode
-    monkeypatch.setattr(
-        OpenDelta, "decode", lambda delta, within, old: decoded.append(within) or decode(delta, within, old)
-    )
+    one, decoded = published_delta(kind), []
+    monkeypatch.setattr(open_route, "decode_block", lambda *args: decoded.append(args[3:5]) or decode_block(*args))
     for names in (list(OLD), list(OLD)[::-1], sorted(OLD, key=lambda name: OLD[name].numel())):
         decoded.clear()
         route = route_of(one.manifest, one.files)

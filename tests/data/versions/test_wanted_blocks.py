@@ -6,12 +6,11 @@ import torch
 
 from tests.data.transports.chains import same
 from torchrl_ext.data.deltas import streams
-from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.landing.patcher import Patcher, compare
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.transports.delta import DeltaTransport
-from torchrl_ext.data.versions import payloads
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import PositionDigest
@@ -79,7 +78,6 @@ class Worker:
 def test_worker_reads_and_lands_only_the_blocks_of_its_rows(tmp_path, monkeypatch):
     """Workers catch up over versions 2 and 3 at once, then follow to 4; their digests add up to the trainer's."""
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
-    monkeypatch.setattr(payloads, "_GAP_BYTES", 0)
     trainer, own = DeltaTransport(tmp_path, encoding="ulp", keyframe_every=0), weights()
     trainer.send_weights("policy", own)
     workers = [Worker(tmp_path, number) for number in range(WORKERS)]

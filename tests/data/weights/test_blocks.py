@@ -1,49 +1,34 @@
-"""Which shards sources without other ranks yield, and which shards are refused."""
+"""Which shards are refused, when groups are made, and how the blocks and parameters of ranks are shared out."""
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.models import converted_model
+from tests.data.weights.test_view import SHAPES, blocks_of, counted
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.weights import hf_names
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
-from torchrl_ext.data.weights.derived import ConvertedSource, as_source
-from torchrl_ext.data.weights.source import MappingSource, WeightSource
+from torchrl_ext.data.weights.derived import ConvertedSource
+from torchrl_ext.data.weights.gather import disjoint, owners
+from torchrl_ext.data.weights.hf_names import SameWeights
+from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.data.weights.view import View
 from torchrl_ext.sync.update_source import UpdateSource
-from torchrl_ext.testing import same_bits
 
 
-def test_plain_and_expert_tensors_are_views_of_live_memory():
-    model = converted_model("qwen3_moe")
-    live = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
-    expected = dict(as_source(model))
-    for shard in as_source(model).shards():
-        taken = shard.take()
-        assert same_bits(taken, expected.pop(shard.meta.name))
-        assert taken.untyped_storage().data_ptr() in live
-        assert shard.block == Block.whole(taken.shape) and not shard.gathers
-    assert not expected
-
-
-def test_group_of_copied_tensors_is_made_once_at_the_first_take(monkeypatch):
+def test_group_of_copied_tensors_is_made_once_at_the_first_take():
     made = []
 
-    def revert(model, tensors):
-        made.append(model)
-        return {"x": torch.cat([*tensors.values()]), "y": torch.cat([*tensors.values()][::-1])}
+    def revert(tensors):
+        made.append(tensors)
+        return torch.cat([*tensors.values()]), torch.cat([*tensors.values()][::-1])
 
-    monkeypatch.setattr(hf_names, "_revert", revert)
-    view, sources = View((4,), (1,)), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
-    model = nn.Linear(1, 1)
-    group = hf_names.SameWeights(
-        sources=sources, results={"x": view, "y": view}, copied=True, prefix="in.", model=weakref.ref(model)
+    view, source = View((4,), (1,)), View((2,), (1,))
+    group = SameWeights(
+        sources={"in.a": source, "in.b": source}, results={"x": view, "y": view}, copied=True, revert=revert
     )
     live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
     shards = list(UpdateSource(ConvertedSource(MappingSource(live), [group])).shards())
@@ -52,33 +37,9 @@ def test_group_of_copied_tensors_is_made_once_at_the_first_take(monkeypatch):
     assert not made
     live["in.a"].fill_(5)
     assert [shard.take().tolist() for shard in shards] == [[5, 5, 1, 1], [1, 1, 5, 5], [1, 1, 1]]
-    assert made == [model]
+    assert len(made) == 1
     _, second, _ = UpdateSource(ConvertedSource(MappingSource(live), [group])).shards()
     with pytest.raises(ManifestError, match="'y' was taken out of order"):  # and does not give the values of x
-        second.take()
-
-
-class Made(WeightSource):
-    def __init__(self):
-        self.passes = 0
-
-    def params(self):
-        return (ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (0,)))
-
-    def __iter__(self):
-        self.passes += 1
-        yield "a", torch.ones(2)
-        yield "b", torch.ones(0)
-
-
-def test_custom_source_gives_whole_tensors_in_one_pass():
-    source = Made()
-    shards = list(UpdateSource(source).shards())
-    assert [shard.gathers for shard in shards] == [True, True]
-    assert [shard.take().numel() for shard in shards] == [2, 0]
-    assert source.passes == 1
-    _, second = source.shards()
-    with pytest.raises(ManifestError, match=r"b.* out of order"):  # and does not give another tensor
         second.take()
 
 
@@ -109,3 +70,34 @@ def test_shards_that_are_not_sound_are_refused_by_name(shards, what):
     with pytest.raises(ManifestError) as caught:
         list(checked_shards(shards, [META, NEXT]))
     assert what in str(caught.value) and shards[-1].meta.name in str(caught.value)
+
+
+def test_parameter_owners_are_deterministic_and_balanced():
+    """Ranks compute the same owners of parameters, and each rank owns about as many bytes."""
+    sizes = (5, 90, 40, 30, 30, 3, 0, 2)
+    params = [ParamMeta(f"{number}", torch.float32, (size,)) for number, size in enumerate(sizes)]
+    found = owners(params, 3)
+    assert found == [1, 0, 1, 2, 2, 1, 1, 1] and owners(params, 1) == [0] * 8
+    load = [sum(meta.numel for meta, owner in zip(params, found, strict=True) if owner == rank) for rank in range(3)]
+    assert max(load) == 90 and sum(load) == 200
+    assert owners(params[:1], 4) == [0]
+
+
+@given(st.data())
+def test_overlapping_blocks_are_cut_to_give_each_element_once(data):
+    shape = data.draw(SHAPES)
+    ranks = st.lists(st.lists(blocks_of(shape), max_size=3), min_size=1, max_size=5)
+    held = [(rank, block) for rank, blocks in enumerate(data.draw(ranks)) for block in blocks]
+    held.append((data.draw(st.integers(0, 5)), Block.whole(shape)))
+    own = {}
+    for rank, block in held:
+        own.setdefault(block, []).append(rank)
+    found = disjoint(ParamMeta("w", torch.float32, shape), own)
+    assert (counted(found, shape) == 1).all()
+    for piece, holders in found.items():
+        assert holders and all(any(one == rank and block.contains(piece) for one, block in held) for rank in holders)
+
+
+def test_what_nobody_holds_is_named():
+    with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[2:6, 0:4\] of w float"):
+        disjoint(ParamMeta("w", torch.float32, (6, 4)), {Block((0, 0), (2, 4)): [0]})

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas.host import HostKernels
-from torchrl_ext.data.deltas.kernels import Piece, linear_keys
+from torchrl_ext.data.deltas import loops
+from torchrl_ext.data.deltas.bits import Piece, linear_keys
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests, position_digest
 
 
@@ -16,7 +16,7 @@ def of_part(full: torch.Tensor, ranges) -> PositionDigest:
     """The digest of a rectangular part, at its place in the full tensor."""
     part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
     offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
-    (found,) = as_digests([HostKernels().words([Piece(destination=part, offset=offset, strides=full.stride())])])
+    (found,) = as_digests([loops.words([Piece(destination=part, offset=offset, strides=full.stride())])])
     return found
 
 

@@ -102,9 +102,10 @@ def test_partial_or_reordered_placements_are_gathered(rank, world, folder):
         "b": DTensor.from_local(mine, line(), [Partial()]),
         "c": torch.arange(3.0),
         "d": DTensor.from_local(mine, square(), [Partial(), Shard(0)]),
+        "e": distribute_tensor(torch.arange(12.0), line(), [_StridedShard(0, split_factor=3)]),
     }
-    shards = require_assembled(as_source(weights), gathers={"b", "d"})
-    assert ["sum" in shard.why for shard in shards if shard.gathers] == [True, True]
+    shards = require_assembled(as_source(weights), gathers={"b", "d", "e"})
+    assert ["sum" in shard.why for shard in shards if shard.gathers] == [True, True, False]
     if "ShardOrderEntry" in vars(specs):  # since torch 2.10: first by the second dimension of the mesh
         full, (at, first) = torch.arange(8.0), square().get_coordinate()
         turned = specs.DTensorSpec(

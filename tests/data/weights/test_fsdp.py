@@ -10,7 +10,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 import torchrl_ext as tx
 from tests.data.weights.ranks import Policy, sharded
@@ -86,45 +85,6 @@ def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
 
 
 @on_ranks(2)
-def test_partial_update_gathers_only_its_parameters(rank, world, folder):
-    class Failing(tx.MemoryTransport):
-        failing = False
-
-        def prepare(self, update, within):
-            if self.failing:
-                raise TransportError("cannot prepare")
-            return super().prepare(update, within)
-
-    gathered, whole = [], DTensor.full_tensor
-    policy, served, transport = sharded(Policy()), Policy(), Failing()
-    sender = sender_of(transport, served, rank=rank)
-    sender.register_model(policy)
-    everything = len([*policy.parameters()])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DTensor, "full_tensor", lambda self: gathered.append(self) or whole(self))
-        for only, transport.failing, gathers in [
-            (["one"], False, everything),
-            (["body.0.weight", "body.0.bias"], False, 2),
-            (["body.2.bias"], True, 1),
-            (["body.2.bias"], False, everything),
-            (["one", "embed.weight"], False, 2),
-        ]:
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter += 1
-            gathered.clear()
-            with raises_if(transport.failing, UpdateError, match="cannot prepare"):
-                sender.update_weights(only=only)
-            assert len(gathered) == gathers, (only, gathered)
-    now = dict(as_source(policy))
-    current = {name for name, tensor in as_source(served) if torch.equal(tensor, now[name])}
-    assert rank != 0 or current == {"one", "embed.weight", "steps", "nothing"}
-    with pytest.raises(ManifestError, match="nobody"):
-        sender.update_weights(only="nobody")
-    sender.update_weights()
-
-
-@on_ranks(2)
 def test_wrong_weights_on_some_ranks_fail_update_on_all_ranks(rank, world, folder):
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in Policy().state_dict().items()}
     for source in (sharded(Policy()), Policy()):
@@ -138,27 +98,6 @@ def test_wrong_weights_on_some_ranks_fail_update_on_all_ranks(rank, world, folde
             dist.barrier()
         sender.shutdown()
         dist.barrier()
-
-
-@on_ranks(2)
-def test_parameter_differing_between_ranks_is_named(rank, world, folder):
-    """A parameter that differs from the manifest is named in the error, and no rank is left waiting."""
-
-    class Wrong(tx.WeightSource):
-        def __init__(self, source):
-            self.source = source
-
-        def params(self):
-            params = self.source.params()
-            return (params[1], params[0], *params[2:]) if rank == 0 else params
-
-        def __iter__(self):
-            return iter(self.source)
-
-    sender = tx.WeightSender(tx.DiskTransport(folder), rank=rank)
-    with pytest.raises((UpdateError, ManifestError), match="parameter 0 of the source"):
-        sender.update_weights(Wrong(as_source(sharded(Policy()))))
-    dist.barrier()
 
 
 @on_ranks(2)

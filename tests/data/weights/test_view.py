@@ -148,8 +148,6 @@ def test_a_view_is_what_torch_has_of_its_elements(data):
     assert torch.equal(view.of(full), seen)
     flat = torch.arange(seen.numel())
     assert torch.equal(view.positions(flat), seen.reshape(-1))
-    assert np.array_equal(view.positions(flat.numpy()), seen.reshape(-1).numpy())
-    assert [view.positions(index) for index in flat.tolist()] == seen.reshape(-1).tolist()
     hull = hull_of(seen, full.shape)
     once = len(set(seen.reshape(-1).tolist())) == seen.numel() == hull.numel
     assert box(view, full.shape) in ((hull, None) if once else (None,))

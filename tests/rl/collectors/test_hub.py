@@ -21,7 +21,7 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.base.messages import Finish, Join, Rehearse
 from torchrl_ext.control.engine import Engine
-from torchrl_ext.data.group.links import Link
+from torchrl_ext.data.group.store import Channel
 from torchrl_ext.rl.collectors.hub import Hub, dial
 from torchrl_ext.rl.collectors.worker_end import LinkPort, WorkerTransport
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -98,7 +98,7 @@ def answering(link, receiver):
 
 class TestDeadlines:
     def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends):
-        engine = Engine(LinkPort(Link(ends[0], "worker 3"), timeout_s=0.3))
+        engine = Engine(LinkPort(Channel(ends[0], "worker 3"), timeout_s=0.3))
         error = within(engine.tell, Join(transport="disk", params=(), offer=LARGE))
         assert isinstance(error, DeadlineError)
         assert "worker 3 did not read" in error.what and "was closed" in error.state
@@ -106,9 +106,9 @@ class TestDeadlines:
         assert isinstance(within(engine.tell, Finish(version=1)), EngineUnreachableError)
 
     def test_a_message_beyond_the_bound_of_its_reader_is_not_read(self, ends):
-        sender, reader = Link(ends[0], "a"), Link(ends[1], "b", longest_bytes=64)
+        sender, reader = Channel(ends[0], "a"), Channel(ends[1], "b", longest_bytes=64)
         sender.send({"text": "x" * 64}, Deadline(WAIT_S))
-        with pytest.raises(TransportError, match="a message of 75 bytes"):
+        with pytest.raises(TransportError, match="a message of more than 64 bytes"):
             reader.read(Deadline(WAIT_S))
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
@@ -128,7 +128,7 @@ class TestDeadlines:
             def rehearse(self, question):
                 return LARGE
 
-        worker = answering(Link(ends[0], "the trainer"), Talkative())
+        worker = answering(Channel(ends[0], "the trainer"), Talkative())
         ends[1].sendall(frame({"number": 1, "message": Rehearse().to_json()}))
         within(worker.serve, lambda: None)
         assert worker.receive_weights() is None
@@ -149,7 +149,7 @@ class TestWhatOthersSay:
     def test_a_trainer_takes_any_answer(self, sent):
         def ask(ours):
             with suppress(WeightSyncError):
-                Engine(LinkPort(Link(ours, "worker 0"), timeout_s=1.0)).tell(Finish(version=1))
+                Engine(LinkPort(Channel(ours, "worker 0"), timeout_s=1.0)).tell(Finish(version=1))
 
         heard(sent, ask)
 
@@ -158,7 +158,7 @@ class TestWhatOthersSay:
         join = Join(transport="disk", params=(), offer={}).to_json()
         message = {**join, data.draw(st.sampled_from([*join])): data.draw(JSON)}
         sent = data.draw(spoken({"number": 1, "message": message}))
-        heard(sent, lambda ours: answering(Link(ours, "the trainer"), WeightReceiver({})).serve(lambda: None))
+        heard(sent, lambda ours: answering(Channel(ours, "the trainer"), WeightReceiver({})).serve(lambda: None))
 
     @pytest.mark.parametrize("token", ["\u00e9", "\ud800"])
     def test_a_token_of_any_signs_is_another_trainers(self, token):

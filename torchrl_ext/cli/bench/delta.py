@@ -21,15 +21,15 @@ import xxhash
 import zstandard
 from torch import Tensor
 
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.cli.bench.data import SIZES, Pair, synthetic_pair
 from torchrl_ext.cli.bench.runner import ratio, rounds
-from torchrl_ext.data.deltas.blocks import make_codec
 from torchrl_ext.data.deltas.streams import find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.versions.owned import FlatCopies
-from torchrl_ext.data.versions.payloads import BlockFiles, code
+from torchrl_ext.data.versions.payloads import DeltaFiles
 
 __all__ = ["OTHERS", "OURS", "changes", "compare", "measure"]
 
@@ -99,9 +99,9 @@ def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> 
 
     def ours(kind: str) -> int:
         rows = zip(*olds.table.place, (new for _, _, new in pair), strict=True)
-        then = partial(code, olds.table, make_codec(kind))
-        blocks = find(olds.table, olds.bits, rows, then, threads=worker_threads())
-        return sum(len(data) for _, data in BlockFiles(olds.table).laid(blocks))
+        made = DeltaFiles(olds.table, encodings.make(kind))
+        blocks = find(olds.table, olds.bits, rows, made.code, threads=worker_threads())
+        return sum(len(data) for _, data in made.files(1, blocks))
 
     sizes = {name: theirs(layout) for name, layout in others.items()}
     sizes |= {name: _published_bytes(pair, name) for name in _ENCODINGS}

@@ -84,16 +84,16 @@ def verify(root: Root, base: Base = None) -> int:
         error = None
         try:
             route = reader.route(number, follower)
-            full = reader.chain.version(number).full
-            checksums = {row.meta.name: row.checksum for row in full.params if row.checksum} if full else {}
+            manifest = reader.chain.version(number)
+            checksums = {meta.name: place[1] for meta, place in zip(manifest.params, manifest.full or (), strict=False)}
             for name, tensor in follower.tensors(route, {}):
                 found = xxhash.xxh3_128_hexdigest(byte_view(tensor).numpy().data)
                 if checksums.get(name, found) != found:
                     raise IntegrityError(
                         f"tensor {name!r} by the delta is not that of the keyframe of version {number}"
                     )
-            if full is not None:
-                with closing(PublishedVersion(reader.store, number, full)) as published:
+            if manifest.full is not None:
+                with closing(PublishedVersion(reader.store, number, manifest)) as published:
                     published.verify()
         except ConfigError as raised:  # the command names too little to check it
             ok, error = None, str(raised)

@@ -107,8 +107,8 @@ class WeightUpdateConfig:
 
     def _refusals(self) -> Iterator[tuple[bool, str, str]]:
         """Yield each rule on combinations: whether the options break it, the reason and the remedy."""
+        from torchrl_ext.base.registry import encodings
         from torchrl_ext.control.http import normalise_urls
-        from torchrl_ext.data.deltas.blocks import encodings
 
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
         route, place, encoding = self.update_weight_transport, self.update_weight_disk_dir, self.update_weight_encoding

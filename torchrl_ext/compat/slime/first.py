@@ -15,7 +15,7 @@ A file never mixes dtypes here, and a mixed one is refused: the format would wid
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +25,8 @@ from safetensors.torch import save
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.table import SparsePatch, index_dtype, unit_of
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, index_dtype, unit_of
 from torchrl_ext.data.stores.tensorfile import FORMAT_NAMES, HEADER_DAMAGE, parse_header
 
 __all__ = ["FLUSH_BYTES", "FlushFile", "build_flush", "check_dtype", "flush_buckets", "flush_name", "parse_flush"]
@@ -44,7 +45,7 @@ class FlushFile(NamedTuple):
 
     encoding: str
     current_version: str
-    patches: tuple[SparsePatch, ...]
+    patches: tuple[StreamPatch, ...]
 
 
 def flush_name(rank: int, flush: int) -> str:
@@ -63,19 +64,17 @@ def check_dtype(meta: ParamMeta) -> None:
 
 
 def flush_buckets(
-    patches: Iterable[SparsePatch], encoding: str, *, buffer_bytes: int = FLUSH_BYTES
-) -> Iterator[list[SparsePatch]]:
-    """Group a stream of patches into files, one dtype each; empty patches vanish.
+    patches: Iterable[StreamPatch], encoding: str, *, buffer_bytes: int = FLUSH_BYTES
+) -> Iterator[list[StreamPatch]]:
+    """Group a stream of patches, of a parameter each, into files of one dtype each.
 
     A group is yielded before a patch that would bring it above ``buffer_bytes`` of positions and values; a single
     patch larger than that goes alone.
     """
-    begun: dict[torch.dtype, tuple[list[SparsePatch], int]] = {}
+    begun: dict[torch.dtype, tuple[list[StreamPatch], int]] = {}
     for patch in patches:
-        if not patch.changed:
-            continue
         bucket, held = begun.get(patch.meta.dtype, ([], 0))
-        size = patch.changed * _width(patch, encoding) + patch.values.nbytes
+        size = patch.positions.size * _width(patch, encoding) + patch.values.nbytes
         if bucket and held + size > buffer_bytes:
             yield bucket
             bucket, held = [], 0
@@ -85,11 +84,11 @@ def flush_buckets(
         yield bucket
 
 
-def _gaps(patch: SparsePatch) -> np.ndarray:
-    return np.diff(patch.indices, prepend=-1) - 1
+def _gaps(patch: StreamPatch) -> np.ndarray:
+    return np.diff(patch.positions, prepend=-1) - 1
 
 
-def _width(patch: SparsePatch, encoding: str) -> int:
+def _width(patch: StreamPatch, encoding: str) -> int:
     """Return the bytes per position of a parameter."""
     if encoding == "indices":
         if unit_of(patch.meta.dtype).count(patch.meta) > 2**31:
@@ -103,7 +102,7 @@ def _width(patch: SparsePatch, encoding: str) -> int:
     return 2 if largest <= 65535 else 4
 
 
-def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_version: str) -> bytes:
+def build_flush(patches: Iterable[StreamPatch], encoding: str, *, current_version: str) -> bytes:
     """Return the bytes of one flush file.
 
     Raises:
@@ -116,7 +115,7 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
     for patch in patches:
         check_dtype(patch.meta)
         width = _width(patch, encoding)
-        packed = patch.indices.astype("<i4") if encoding == "indices" else _gaps(patch).astype(f"<u{width}")
+        packed = patch.positions.astype("<i4") if encoding == "indices" else _gaps(patch).astype(f"<u{width}")
         rows.append(
             {
                 "name": patch.meta.name,
@@ -126,12 +125,12 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
                 "pos_end": at + packed.nbytes,
                 "pos_width": width,
                 "val_start": element,
-                "val_end": element + patch.changed,
+                "val_end": element + patch.positions.size,
             }
         )
         positions.append(packed.view(np.uint8))
         values.append(patch.values)
-        at, element = at + packed.nbytes, element + patch.changed
+        at, element = at + packed.nbytes, element + patch.positions.size
     where, what = np.concatenate(positions), np.concatenate(values)
     dtype = patches[0].meta.dtype
     metadata = {
@@ -162,21 +161,21 @@ def _hash(tensor: torch.Tensor) -> int:
         ) from None
 
 
-def parse_flush(data: bytes | bytearray | memoryview, where: str, params: Mapping[str, ParamMeta]) -> FlushFile:
+def parse_flush(data: bytes | bytearray | memoryview, where: str, table: ParamTable) -> FlushFile:
     """Return what a flush file holds, trusting nothing in it.
 
     Args:
         data: untrusted bytes; zstd is recognised by its magic number.
         where: name of the file, for messages.
-        params: the parameters that may occur; they bound what a file can make this allocate.
+        table: the parameters that may occur; they bound what a file can make this allocate.
 
     Raises:
-        IntegrityError: the file is damaged, or writes what ``params`` does not have; names file and tensor.
+        IntegrityError: the file is damaged, or writes what ``table`` does not have; names file and tensor.
     """
-    head = 2**20 + sum(1024 + 16 * len(name) for name in params)
+    head = 2**20 + sum(1024 + 16 * len(meta.name) for meta in table.params)
     view = memoryview(data).cast("B")
     if bytes(view[:4]) == _MAGIC:
-        view = _unpacked(view, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in params.values()), where)
+        view = _unpacked(view, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in table.params), where)
     metadata, entries = _tensors(view, where, head)
     if set(entries) != {"__positions__", "__values__"} or entries["__positions__"][0].dtype != torch.uint8:
         raise _bad(where, f"it holds {sorted(entries)}", "__positions__ (U8) and __values__")
@@ -196,9 +195,9 @@ def parse_flush(data: bytes | bytearray | memoryview, where: str, params: Mappin
     found = checksum(positions.copy(), values.copy(), dtype)
     if found != stated:
         raise _bad(where, f"its checksum is {found}", f"{stated}")
-    patches, at, element = dict[str, SparsePatch](), 0, 0
+    patches, at, element = dict[str, StreamPatch](), 0, 0
     for row in rows:
-        patch = _patch(row, where, encoding, dtype, positions, values, params)
+        patch = _patch(row, where, encoding, dtype, positions, values, table)
         if patches.setdefault(patch.meta.name, patch) is not patch:
             raise _bad(where, f"tensor {patch.meta.name!r} occurs twice")
         if row["pos_start"] != at or row["val_start"] != element:
@@ -233,8 +232,6 @@ def _tensors(
             raise ValueError(f"its header would take {length} bytes of {len(view)}")
         body = view[8 + length :]
         found, metadata = parse_header(bytes(view[8 : 8 + length]), len(body))
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its metadata is not a mapping of strings")
     except HEADER_DAMAGE as error:
         raise _bad(where, str(error)) from None
     return metadata, {name: (meta, body[begin : begin + meta.nbytes]) for name, (meta, begin) in found.items()}
@@ -247,8 +244,8 @@ def _patch(
     dtype: torch.dtype,
     positions: np.ndarray,
     values: np.ndarray,
-    params: Mapping[str, ParamMeta],
-) -> SparsePatch:
+    table: ParamTable,
+) -> StreamPatch:
     try:
         meta = ParamMeta.from_json([row["name"], row["dtype"], row["shape"]])
         check_dtype(meta)
@@ -259,8 +256,9 @@ def _patch(
             raise ValueError
     except (TypeError, KeyError, ValueError, ManifestError) as error:  # a ConfigError is a ValueError
         raise _bad(where, f"a parameter is described by {row!r}: {error}") from None
-    if params.get(meta.name) != meta or meta.dtype != dtype:
-        raise _bad(where, f"it writes {meta}", str(params.get(meta.name, "a tensor of this model")))
+    known = table.params[table.number[meta.name]] if meta.name in table.number else None
+    if known != meta or meta.dtype != dtype:
+        raise _bad(where, f"it writes {meta}", str(known or "a tensor of this model"))
     if not 0 <= begin <= end <= positions.size or not 0 <= first <= last <= values.size:
         raise _bad(where, f"the ranges of tensor {meta.name!r} leave the file")
     if width not in ((4,) if encoding == "indices" else (2, 4)) or end - begin != width * (last - first):
@@ -271,12 +269,10 @@ def _patch(
     kind = "<i4" if encoding == "indices" else f"<u{width}"
     packed = np.frombuffer(positions[begin:end].tobytes(), kind).astype(np.int64)
     indices = packed if encoding == "indices" else np.cumsum(packed + 1) - 1
-    if indices.size and not 0 <= int(indices[-1]) < unit.count(meta):  # before a cast could hide it
-        raise _bad(where, f"tensor {meta.name!r} has indices up to {int(indices[-1])}", f"below {meta.numel}")
-    try:
-        return SparsePatch(meta, indices.astype(index_dtype(unit.count(meta))), values[first:last])
-    except IntegrityError as error:
-        raise _bad(where, error.what) from None
+    if indices.size and not (indices[0] >= 0 and indices[-1] < unit.count(meta) and (np.diff(indices) > 0).all()):
+        raise _bad(where, f"the indices of tensor {meta.name!r} do not increase from 0 to {unit.count(meta) - 1}")
+    indices = indices.astype(index_dtype(unit.count(meta)))
+    return StreamPatch.of(table, meta.name, indices, values[first:last].copy())  # of its own: the file may go
 
 
 def _bad(where: str, why: str, expected: str | None = None) -> IntegrityError:

@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Inspect, Join, Message, Prefetch, State, Verify
+from torchrl_ext.base.messages import Inspect, Join, Load, Message, Prefetch, State, Verify
 from torchrl_ext.base.routes import merged
-from torchrl_ext.base.types import EngineInfo, Info, ParamMeta, dtype_name
+from torchrl_ext.base.types import EngineInfo, Info, dtype_name
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.server_info import ServerInfo
@@ -256,11 +256,10 @@ class StockPort(HTTPPort):
             self.http.call("POST", route, body, timeout_s=_LEAVE_S)
 
 
-def bodies(handoff: Info) -> Iterator[tuple[list[str], list[str], list[list[int]]]]:
+def bodies(message: Load) -> Iterator[tuple[list[str], list[str], list[list[int]]]]:
     """Yield names, dtypes and shapes for each call of a `native` handoff; empty tensors are left out."""
-    for first, stop in handoff["calls"]:
-        metas = [ParamMeta.from_json(row) for row in handoff["params"][first:stop]]
-        metas = [meta for meta in metas if meta.nbytes]
+    for first, stop in message.handoff["calls"]:
+        metas = [meta for meta in (message.params or ())[first:stop] if meta.nbytes]
         if metas:
             yield (
                 [meta.name for meta in metas],

@@ -392,7 +392,7 @@ class StockSGLangPort(StockPort, SGLangPort):
             return
         how |= {**self._named(), "load_format": "flattened_bucket"}
         try:
-            for names, dtypes, shapes in bodies(message.handoff):
+            for names, dtypes, shapes in bodies(message):
                 body = {"names": names, "dtypes": dtypes, "shapes": shapes, **how}
                 self._post("/update_weights_from_distributed", body, timeout_s=self.timeout_s)
         except (EngineError, DeadlineError):

@@ -315,7 +315,7 @@ class StockVLLMPort(StockPort, VLLMPort):
             case Start():
                 self._start()
             case Load():
-                self._load(message.handoff)
+                self._load(message)
             case Finish():
                 self._finish(str(message.version))
                 self._clean = True
@@ -357,14 +357,14 @@ class StockVLLMPort(StockPort, VLLMPort):
         self._clean = False
         self._post("/start_weight_update", {}, timeout_s=self.timeout_s)
 
-    def _load(self, handoff: Info) -> None:
+    def _load(self, message: Load) -> None:
         if not self.group:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": handoff["path"]}}
+            body = {"method": "reload_weights", "kwargs": {"weights_path": message.handoff["path"]}}
             for _ in range(1 if self._clean else 2):  # a failed load may have left half-filled layers, as in `_start`
                 self._clean = False
                 self._post("/collective_rpc", body, timeout_s=self.timeout_s)
             return
-        for names, dtypes, shapes in bodies(handoff):
+        for names, dtypes, shapes in bodies(message):
             body = {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
             self._post("/update_weights", body, timeout_s=self.timeout_s)
 

@@ -7,7 +7,6 @@ import numpy as np
 from torchrl_ext.data.deltas.jit import bit_length, changed64, count_ones, count_trailing_zeros, helper, line, njit
 
 __all__ = [
-    "ESCAPE",
     "compare",
     "count_contexts",
     "list_mask",
@@ -20,7 +19,7 @@ __all__ = [
     "unsort_changes",
 ]
 
-_0, _1, _6, _63, _64 = (np.uint64(number) for number in (0, 1, 6, 63, 64))
+_0, _1, _2, _3, _5, _6, _16, _31, _32, _63, _64 = (np.uint64(n) for n in (0, 1, 2, 3, 5, 6, 16, 31, 32, 63, 64))
 
 
 @njit
@@ -143,9 +142,8 @@ def unsort_changes(old, shift, select, groups, starts, ends, ranks, moved, posit
     return found
 
 
-ESCAPE = 84  # the class of gaps of 2^21 or more, whose 64 bits are all raw; 85 classes x 3 steps fit into a byte
+_ESCAPE = 84  # the class of gaps of 2^21 or more, whose 64 bits are all raw; 85 classes x 3 steps fit into a byte
 _CHUNK = 4096  # changes that are worked on together: they stay in the processor's nearest cache
-_0, _1, _2, _3, _5, _16, _31, _32 = (np.uint64(number) for number in (0, 1, 2, 3, 5, 16, 31, 32))
 _LOW, _FAR = np.uint64(0xFFFFFFFF), np.uint64(1 << 21)
 
 _BITS = np.array([(token - 16) // 4 + 2 if token >= 16 else 0 for token in range(256)], np.uint64)
@@ -153,7 +151,7 @@ _BITS = np.array([(token - 16) // 4 + 2 if token >= 16 else 0 for token in range
 _BASE = np.array([4 + token % 4 << (token - 16) // 4 + 2 if token >= 16 else token for token in range(256)], np.uint64)
 _MASK = (_1 << _BITS) - _1
 _JOINT_BITS, _JOINT_BASE, _JOINT_MASK = (table.repeat(3)[:256].copy() for table in (_BITS, _BASE, _MASK))
-_JOINT_BITS[3 * ESCAPE :], _JOINT_BASE[3 * ESCAPE :], _JOINT_MASK[3 * ESCAPE :] = 64, _0, ~_0
+_JOINT_BITS[3 * _ESCAPE :], _JOINT_BASE[3 * _ESCAPE :], _JOINT_MASK[3 * _ESCAPE :] = 64, _0, ~_0
 
 
 @helper
@@ -229,7 +227,7 @@ def _split_gaps(gaps, values, joint, lows, counts):
         token, low, count = _split(gaps[k])
         far = gaps[k] >= _FAR
         lows[k], counts[k] = gaps[k] if far else low, np.uint8(64) if far else np.uint8(count)
-        joint[k] = np.uint8((ESCAPE if far else token) * 3 + np.int64(min(values[k], _2)))
+        joint[k] = np.uint8((_ESCAPE if far else token) * 3 + np.int64(min(values[k], _2)))
 
 
 @helper

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple, TypeVar, final
 
@@ -20,18 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.base.devices import Recorded, download, recorded, settle, wait_for
+from torchrl_ext.base.devices import Recorded, download, recorded, wait_for
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
-from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, StepPatch, Stream, diff, index_dtype, unit_of
+from torchrl_ext.data.deltas.bits import BITS, UNSIGNED, flat_bits, linear_keys, unsigned
+from torchrl_ext.data.deltas.table import ParamTable, Stream, index_dtype, unit_of
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 
-__all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "decode_tensors", "differences", "find", "fold", "worker_threads"]
+__all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "find", "fold", "in_threads", "worker_threads"]
 
 BLOCK_UNITS = 1 << 22
 """Units of a block of a stream; the last one is shorter."""
 _STAGED = 1 << 14  # units: smaller tensors are copied together before they are scanned
 _AHEAD = 1 << 30  # bytes of new tensors that may wait to be scanned
+_MOST_SPARE = 4  # several workers of an engine share a host
 _lists = threading.local()
 _Result = TypeVar("_Result")
 
@@ -86,6 +88,7 @@ class _Open:
 
     def add(self, first: int, end: int, tensor: Tensor, small: bool) -> None:
         """Add units ``first`` to ``end`` of the stream: elements of a small tensor, or bits of a large one."""
+        self.nbytes += tensor.nbytes
         if small:
             if not self._small or first != self._end or tensor.device != self._small[0].device:
                 self.close()
@@ -127,56 +130,36 @@ def find(
     Yields:
         What ``then`` returned, in the order of blocks in each stream.
     """
-    firsts = [stream.first.tolist() for stream in table.streams]
-    staged = [
-        0 if stream.dtype.is_complex else _STAGED for stream in table.streams
-    ]  # bits of these need more than a view
-    opened = dict[int, _Open]()
-    waiting, ahead = deque[tuple[int, Future[_Result]]](), 0
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
 
-    def begin(block: _Open) -> None:
-        nonlocal ahead
-        block.close()
-        old = olds[block.stream][block.start : block.start + block.size]
-        made = recorded(run.tensors[0].device for run in block.runs)
-        task = pool.submit(_done, table.streams[block.stream], old, block, made, then, follow)
-        waiting.append((block.nbytes, task))
-        ahead += block.nbytes
+    def tasks() -> Iterator[tuple[int, Callable[[], _Result]]]:
+        for block in _blocks(table, tensors):
+            block.close()
+            old = olds[block.stream][block.start : block.start + block.size]
+            made = recorded(run.tensors[0].device for run in block.runs)
+            yield block.nbytes, partial(_done, table.streams[block.stream], old, block, made, then, follow)
 
-    def finished() -> _Result:
-        nonlocal ahead
-        nbytes, future = waiting.popleft()
-        ahead -= nbytes
-        return future.result()
+    return in_threads(tasks(), threads=threads)
 
-    try:
-        for stream, segment, tensor in tensors:
-            first, end = firsts[stream][segment], firsts[stream][segment + 1]
-            block, small = opened.get(stream), end - first < staged[stream]
-            if small and block is not None and end <= block.start + BLOCK_UNITS:
-                block.add(first, end, tensor, small)
-                block.nbytes += tensor.nbytes
-                continue
-            flat = tensor.reshape(-1) if small else flat_bits(tensor)
-            for at in range(first - first % BLOCK_UNITS, end, BLOCK_UNITS):
-                if block is None or block.start != at:
-                    if block is not None:
-                        begin(block)
-                    block = _Open(stream, at, min(BLOCK_UNITS, firsts[stream][-1] - at))
-                low, high = max(first, at), min(end, at + BLOCK_UNITS)
-                block.add(low, high, flat[low - first : high - first], small)
-                block.nbytes += (high - low) * flat.element_size()
-            if block is not None:
-                opened[stream] = block
-            while len(waiting) > 2 * threads + 1 or (len(waiting) > 2 and ahead > _AHEAD):
-                yield finished()
-        for block in opened.values():
-            begin(block)
-        while waiting:
-            yield finished()
-    finally:  # also when the caller stops early, or a task failed
-        pool.shutdown(wait=True, cancel_futures=True)
+
+def _blocks(table: ParamTable, tensors: Iterable[tuple[int, int, Tensor]]) -> Iterator[_Open]:
+    """Yield blocks as they are filled, the last one of each stream at the end."""
+    firsts, opened = [stream.first.tolist() for stream in table.streams], dict[int, _Open]()
+    staged = [0 if stream.dtype.is_complex else _STAGED for stream in table.streams]  # their bits are more than a view
+    for stream, segment, tensor in tensors:
+        first, end = firsts[stream][segment], firsts[stream][segment + 1]
+        block, small = opened.get(stream), end - first < staged[stream]
+        if small and block is not None and end <= block.start + BLOCK_UNITS:
+            block.add(first, end, tensor, True)
+            continue
+        flat = tensor.reshape(-1) if small else flat_bits(tensor)
+        for at in range(first - first % BLOCK_UNITS, end, BLOCK_UNITS):
+            if block is None or block.start != at:
+                if block is not None:
+                    yield block
+                block = opened[stream] = _Open(stream, at, min(BLOCK_UNITS, firsts[stream][-1] - at))
+            low, high = max(first, at), min(end, at + BLOCK_UNITS)
+            block.add(low, high, flat[low - first : high - first], small)
+    yield from opened.values()
 
 
 def _done(
@@ -203,7 +186,7 @@ def _done(
 
 def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
     """Return what changed in a block."""
-    from torchrl_ext.data.deltas.host_loops import digest_segments, scan
+    from torchrl_ext.data.deltas.loops import digest_segments, scan
 
     segments = stream.within(block.start, block.start + block.size)
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
@@ -267,95 +250,96 @@ class StreamPatch:
     size: int
     positions: np.ndarray
     values: np.ndarray
-    steps: bool
+    steps: bool = False
+
+    @classmethod
+    def of(
+        cls, table: ParamTable, name: str, positions: np.ndarray, values: np.ndarray, steps: bool = False
+    ) -> StreamPatch:
+        """Return the change of one parameter, whose units ``positions`` count."""
+        stream, segment = table.place_of(name)
+        first, end = table.streams[stream].first[segment : segment + 2].tolist()
+        return cls(table, stream, first, end - first, positions, values, steps)
+
+    @property
+    def meta(self) -> ParamMeta:
+        """The parameter to which the first unit of the range belongs."""
+        return self.table.at(self.stream, self.start)
 
     def apply(self, units: np.ndarray) -> None:
         """Write the patch into the units of its range: unsigned, shape (size,)."""
-        from torchrl_ext.data.deltas.host_loops import move
+        units[self.positions] = self._moved(units[self.positions], self.values) if self.steps else self.values
 
-        values = self.values
-        if self.steps:
-            unit, values = unit_of(self.table.streams[self.stream].dtype), np.empty_like(values)
-            move(units[self.positions], self.values, unit.top, unit.mask, unit.ordered, values)
-        units[self.positions] = values
+    def _moved(self, old: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        from torchrl_ext.data.deltas.loops import move
 
-    def split(self) -> Iterator[SparsePatch | StepPatch]:
+        unit, new = unit_of(self.table.streams[self.stream].dtype), np.empty_like(old)
+        move(old, steps, unit.top, unit.mask, unit.ordered, new)
+        return new
+
+    def split(self) -> Iterator[StreamPatch]:
         """Yield the change of each parameter in the range, which may be a part of it."""
         for segment in self.table.streams[self.stream].within(self.start, self.start + self.size):
-            own = self.of(segment)
-            if own is not None:
+            own = self.segment(segment)
+            if own.positions.size:
                 yield own
 
-    def of(self, segment: int) -> SparsePatch | StepPatch | None:
-        """Return the change of one parameter, by its segment; None where it does not change."""
-        stream = self.table.streams[self.stream]
-        first, end = stream.first[segment : segment + 2] - self.start
-        low, high = np.searchsorted(self.positions, (first, end)).tolist()
-        if low == high:
-            return None
-        meta = self.table.params[stream.params[segment]]
-        indices = (self.positions[low:high] - first).astype(index_dtype(2 * meta.numel), copy=False)
-        return (StepPatch if self.steps else SparsePatch)(meta, indices, self.values[low:high])
+    def segment(self, segment: int) -> StreamPatch:
+        """Return what changes in one parameter, whose units positions count then; by its segment."""
+        first, end = self.table.streams[self.stream].first[segment : segment + 2].tolist()
+        low, high = np.searchsorted(self.positions, (first - self.start, end - self.start)).tolist()
+        positions = self.positions[low:high] + np.int64(self.start - first)
+        positions = positions.astype(index_dtype(end - first), copy=False)
+        return StreamPatch(self.table, self.stream, first, end - first, positions, self.values[low:high], self.steps)
 
 
-def fold(patches: Iterable[StreamPatch]) -> list[StreamPatch]:
+def fold(patches: Sequence[StreamPatch]) -> list[StreamPatch]:
     """Return what does the same as patches of one range, applied in this order; no position is in two of the results.
 
     New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
     """
-    from torchrl_ext.data.deltas.host_loops import move
-
-    bits: StreamPatch | None = None
-    steps: StreamPatch | None = None
+    if len(patches) < 2:
+        return [*patches]
+    positions = np.unique(np.concatenate([patch.positions for patch in patches]))
+    values, known = np.zeros(positions.size, patches[0].values.dtype), np.zeros(positions.size, np.bool_)
     for patch in patches:
+        at = np.searchsorted(positions, patch.positions)
         if not patch.steps:
-            steps, bits = _without(steps, patch.positions), _joined(_without(bits, patch.positions), patch)
+            values[at], known[at] = patch.values, True
             continue
-        if bits is not None:
-            at, known = _among(patch.positions, bits.positions)
-            if known.any():
-                unit, values = unit_of(patch.table.streams[patch.stream].dtype), bits.values.copy()
-                now = np.empty(int(known.sum()), values.dtype)
-                move(values[at[known]], patch.values[known], unit.top, unit.mask, unit.ordered, now)
-                values[at[known]] = now
-                bits = replace(bits, values=values)
-                patch = replace(patch, positions=patch.positions[~known], values=patch.values[~known])
-        if steps is not None:
-            at, known = _among(patch.positions, steps.positions)
-            values = steps.values.copy()
-            values[at[known]] += patch.values[known]  # modulo 2^width, as unsigned numpy addition is
-            left = replace(steps, positions=steps.positions[values != 0], values=values[values != 0])
-            patch = _joined(left, replace(patch, positions=patch.positions[~known], values=patch.values[~known]))
-        steps = patch
-    return [patch for patch in (bits, steps) if patch is not None and patch.positions.size]
+        on_bits = known[at]
+        there, more = at[on_bits], ~on_bits
+        values[there] = patch._moved(values[there], patch.values[on_bits])
+        values[at[more]] += patch.values[more]  # modulo 2^width, as unsigned numpy addition is
+    parts = ((known, False), (~known & (values != 0), True))
+    return [
+        replace(patches[0], positions=positions[own], values=values[own], steps=steps)
+        for own, steps in parts
+        if own.any()
+    ]
 
 
-def _among(positions: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where in ``others`` each position is, and whether it is there; both increase."""
-    at = np.searchsorted(others, positions)
-    known = at < others.size
-    known[known] = others[at[known]] == positions[known]
-    return at, known
+def in_threads(calls: Iterable[tuple[int, Callable[[], _Result]]], *, threads: int) -> Generator[_Result, None, None]:
+    """Yield what each call returns, in order; some calls run ahead of what is yielded.
 
-
-def _without(patch: StreamPatch | None, positions: np.ndarray) -> StreamPatch | None:
-    if patch is None:
-        return None
-    keep = ~_among(patch.positions, positions)[1]
-    return replace(patch, positions=patch.positions[keep], values=patch.values[keep])
-
-
-def _joined(patch: StreamPatch | None, other: StreamPatch) -> StreamPatch:
-    """Return both, of one kind and at different positions, as one."""
-    if patch is None or not patch.positions.size:
-        return other
-    positions = np.concatenate((patch.positions, other.positions))
-    order = np.argsort(positions, kind="stable")
-    return replace(other, positions=positions[order], values=np.concatenate((patch.values, other.values))[order])
-
-
-_MOST_SPARE = 4  # several workers of an engine share a host
-_MOST_AT_ONCE = 8  # threads that code whole tensors, each of which takes a few times the memory of one
+    Args:
+        calls: each with the bytes that it holds, of which about a GiB wait; consumed by the caller's thread.
+        threads: worker threads.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+    waiting, ahead = deque[tuple[int, Future[_Result]]](), 0
+    try:
+        for held, call in calls:
+            waiting.append((held, pool.submit(call)))
+            ahead += held
+            while len(waiting) > 2 * threads + 1 or (len(waiting) > 2 and ahead > _AHEAD):
+                nbytes, future = waiting.popleft()
+                ahead -= nbytes
+                yield future.result()
+        while waiting:
+            yield waiting.popleft()[1].result()
+    finally:  # also when the caller stops early, or a task failed
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def worker_threads(*, beside_model: bool = False) -> int:
@@ -370,58 +354,3 @@ def worker_threads(*, beside_model: bool = False) -> int:
     except AttributeError:  # not on this system
         cores = os.cpu_count() or 1
     return max(1, min(_MOST_SPARE, cores - torch.get_num_threads())) if beside_model else cores
-
-
-def differences(pairs: Iterable[tuple[str, Tensor, Tensor]], *, threads: int | None = None) -> Iterator[SparsePatch]:
-    """Yield what changed in each of many tensors, in order; each new tensor is copied into the old one by then.
-
-    Args:
-        pairs: ``(name, old, new)``, consumed by the caller's thread, a few ahead of what is yielded; both tensors stay
-            as they are until their result was yielded.
-        threads: worker threads; by default one per core, and not more than 8.
-
-    Raises:
-        ManifestError: old and new do not agree; names the tensor.
-    """
-
-    def begun(name: str, old: Tensor, new: Tensor) -> Callable[[], SparsePatch]:
-        made = recorded((old.device, new.device))
-
-        def found() -> SparsePatch:
-            wait_for(made)
-            patch = diff(ParamMeta.of(name, new), old, new)
-            if patch.changed:
-                old.copy_(new)
-                settle((old.device, new.device))  # the caller reads the one, and may free the other
-            return patch
-
-        return found
-
-    threads = min(_MOST_AT_ONCE, worker_threads()) if threads is None else threads
-    yield from decode_tensors((begun(*pair) for pair in pairs), threads=threads)
-
-
-def decode_tensors(decodes: Iterable[Callable[[], _Result]], *, threads: int) -> Iterator[_Result]:
-    """Yield what each call returns, in order; a few calls run ahead of what is yielded.
-
-    Args:
-        decodes: each decodes the change of one tensor; the iterable is consumed by the caller's thread.
-        threads: worker threads; with 1 the caller's own decodes, one at a time.
-
-    Raises:
-        IntegrityError: a payload is damaged; names the tensor.
-    """
-    if threads == 1:
-        for decode in decodes:
-            yield decode()
-        return
-    pool, waiting = ThreadPoolExecutor(threads, thread_name_prefix="codec"), deque[Future[_Result]]()
-    try:
-        for decode in decodes:
-            waiting.append(pool.submit(decode))
-            if len(waiting) > 2 * threads + 1:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:  # also when the caller stops early, or a task failed
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -3,7 +3,7 @@
 A *unit* is an element's bits as one integer; an element of 16 bytes has two units of 8. A *stream* is a sequence of
 units of one dtype: those of its *segments*, one after the other. A segment is a parameter, in C order. So a delta of
 many small parameters is a few long sequences, which cost what their bytes cost. Codecs see every dtype as unsigned
-integers, so that any bit pattern survives. A *patch* is the decoded change of a tensor: which units, and to what.
+integers, so that any bit pattern survives.
 """
 
 from __future__ import annotations
@@ -18,26 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.kernels import BITS, flat_bits, unsigned
+from torchrl_ext.data.deltas.bits import BITS, flat_bits, unsigned
 
-__all__ = [
-    "PARAMETERS",
-    "ParamTable",
-    "Patch",
-    "SparsePatch",
-    "StepPatch",
-    "Stream",
-    "Unit",
-    "apply_patch",
-    "diff",
-    "index_dtype",
-    "same",
-    "unit_bytes",
-    "unit_of",
-    "units",
-]
+__all__ = ["PARAMETERS", "ParamTable", "Stream", "Unit", "index_dtype", "unit_bytes", "unit_of", "units"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +63,18 @@ class Unit:
 
 
 _FLOATS = {
-    "float16": Unit(width=2, ordered=True, shift=10, select=31),
-    "bfloat16": Unit(width=2, ordered=True, shift=7, select=255),
-    "float32": Unit(width=4, ordered=True, shift=23, select=255),
-    "float64": Unit(width=8, ordered=True, shift=52, select=255),
-    "complex128": Unit(width=8, ordered=True, shift=52, select=255),
-    "float8_e4m3fn": Unit(width=1, ordered=True, shift=3, select=15),
-    "float8_e4m3fnuz": Unit(width=1, ordered=True, shift=3, select=15),
-    "float8_e5m2": Unit(width=1, ordered=True, shift=2, select=31),
-    "float8_e5m2fnuz": Unit(width=1, ordered=True, shift=2, select=31),
+    name: Unit(width=width, ordered=True, shift=shift, select=select)
+    for name, width, shift, select in (
+        ("float16", 2, 10, 31),
+        ("bfloat16", 2, 7, 255),
+        ("float32", 4, 23, 255),
+        ("float64", 8, 52, 255),
+        ("complex128", 8, 52, 255),
+        ("float8_e4m3fn", 1, 3, 15),
+        ("float8_e4m3fnuz", 1, 3, 15),
+        ("float8_e5m2", 1, 2, 31),
+        ("float8_e5m2fnuz", 1, 2, 31),
+    )
 }
 
 
@@ -211,6 +199,16 @@ class ParamTable:
             found[0, stream.params], found[1, stream.params] = number, np.arange(stream.params.size)
         return found[0].tolist(), found[1].tolist()
 
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Return the stream of a parameter, and its segment there."""
+        streams, segments = self.place
+        return streams[self.number[name]], segments[self.number[name]]
+
+    def at(self, stream: int, unit: int) -> ParamMeta:
+        """Return the parameter to which a unit of a stream belongs."""
+        own = self.streams[stream]
+        return self.params[own.params[own.within(unit, unit + 1)[0]]]
+
     def lays_out_as(self, other: ParamTable) -> bool:
         """Return whether both have the same parameters and streams."""
         if self is other:
@@ -222,112 +220,3 @@ class ParamTable:
 def index_dtype(count: int) -> np.dtype[Any]:
     """Return int32 where it can number ``count`` units, else int64."""
     return np.dtype(np.int32 if count <= 2**31 - 1 else np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """What sparse patches share: places in a parameter, and a value for each.
-
-    Attributes:
-        meta: the parameter.
-        indices: int32 or int64, shape (k,), strictly increasing: flat C-order unit indices (element indices, but for
-            complex128, where an element is two units).
-        values: unsigned, of the width of the dtype's unit, shape (k,).
-
-    Raises:
-        IntegrityError: places or values that cannot be those of the parameter; names it.
-    """
-
-    meta: ParamMeta
-    indices: np.ndarray
-    values: np.ndarray
-
-    def __post_init__(self) -> None:
-        unit, where = unit_of(self.meta.dtype), self.indices
-        count = unit.count(self.meta)
-        if where.ndim != 1 or where.shape != self.values.shape or self.values.dtype != unit.dtype:
-            raise IntegrityError(
-                f"the patch of {self.meta.name!r} has {where.shape} indices and {self.values.shape} "
-                f"{self.values.dtype} values",
-                expected=f"as many {unit.dtype} values as indices",
-            )
-        if where.size and (where[0] < 0 or where[-1] >= count or not (where[1:] > where[:-1]).all()):
-            raise IntegrityError(
-                f"the patch of {self.meta.name!r} has indices that do not increase from 0 to {count - 1}"
-            )
-
-    @property
-    def changed(self) -> int:
-        """The number of units that change."""
-        return self.indices.size
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class SparsePatch(_Places):
-    """New bits at some places: ``values`` are the raw bits after the change."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class StepPatch(_Places):
-    """Steps from the old bits at some places; whoever holds the old bits can resolve them.
-
-    ``values`` are steps in units in the last place, on the ordered line modulo 2^width, not 0.
-    """
-
-    def resolve(self, old: np.ndarray) -> SparsePatch:
-        """Return the patch of new bits, made from the old bits at these places.
-
-        Args:
-            old: unsigned, of the unit's width, shape (k,).
-        """
-        from torchrl_ext.data.deltas.host_loops import move
-
-        unit, values = unit_of(self.meta.dtype), np.empty_like(self.values)
-        move(np.ascontiguousarray(old), self.values, unit.top, unit.mask, unit.ordered, values)
-        return SparsePatch(self.meta, self.indices, values)
-
-
-Patch = SparsePatch | StepPatch
-
-
-def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
-    """Return what changed between two tensors of one dtype and shape, byte for byte.
-
-    Raises:
-        ManifestError: they do not have ``meta``'s dtype and shape.
-    """
-    before, after = same(meta, old, new)
-    where = np.flatnonzero(before != after).astype(index_dtype(after.size), copy=False)
-    return SparsePatch(meta, where, after[where])
-
-
-def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
-    """Return the units of tensors that all must have ``meta``'s dtype and shape.
-
-    Raises:
-        ManifestError: one of them has not.
-    """
-    for tensor in tensors:
-        if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
-            raise ManifestError(
-                f"{meta.name!r} is given as {ParamMeta.of(meta.name, tensor)}",
-                expected=str(meta),
-                hint="a delta is taken between tensors of one dtype and shape",
-            )
-    return [units(tensor) for tensor in tensors]
-
-
-def apply_patch(patch: Patch, tensor: Tensor) -> None:
-    """Write a patch into a contiguous host tensor, in place, in time proportional to what changed.
-
-    Raises:
-        ManifestError: the tensor has another dtype or shape.
-        ConfigError: the tensor is not contiguous on the host.
-    """
-    (target,) = same(patch.meta, tensor)
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ConfigError("a patch can be applied in place to contiguous host tensors only")
-    resolved = patch.resolve(target[patch.indices]) if isinstance(patch, StepPatch) else patch
-    target[resolved.indices] = resolved.values

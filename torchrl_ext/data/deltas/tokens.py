@@ -3,19 +3,16 @@
 A stream is cut into blocks by whoever writes it; a block says where it begins, so that a reader can decode any block by
 itself. A block, little-endian, varints as in LEB128:
 
-    byte     1: tokens; + 2: the joint ones are a zstd frame (RFC 8878), else stored; + 4: so are the others; + 16: all
-             joint ones but a few are equal. 8: plain
+    byte     1; + 2: the joint tokens are a zstd frame (RFC 8878), else stored; + 4: so are the others; + 16: all joint
+             ones but a few are equal
     varint   k, how many units changed, at least 1
     varint   position of the first one
-    tokens:
     varint   bytes of the joint tokens as they follow
     varint   how many other steps there are
     varint   bytes of their tokens as they follow
     bytes    joint tokens, one byte for each change
     bytes    tokens of other steps
     uint32s  raw bits, lowest first: of all gaps, then of all other steps
-    plain:
-    units    a step for each unit from the first position to the last one, 0 where nothing changed
 
 A *gap* is the number of unchanged units since the change before, 0 for the first of a block. A *step* counts units in
 the last place on one ordered line, modulo 2^width, zigzagged: -1, 1, -2, 2 are 0, 1, 2, 3. A number below 16 is its own
@@ -50,21 +47,11 @@ import zstandard
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.deltas.table import Unit
 
-__all__ = [
-    "Buffer",
-    "damaged",
-    "decode",
-    "decode_sorted",
-    "encode",
-    "encode_sorted",
-    "read_varint",
-    "unpack_frame",
-    "varints",
-]
+__all__ = ["Buffer", "damaged", "decode", "decode_sorted", "encode", "encode_sorted", "varints"]
 
 Buffer = bytes | bytearray | memoryview
 
-_TOKENS, _JOINT, _OTHERS, _PLAIN, _EQUAL = 1, 2, 4, 8, 16
+_TOKENS, _JOINT, _OTHERS, _EQUAL = 1, 2, 4, 16
 _KINDS: Final = {_TOKENS | joint | others for joint in (0, _JOINT, _EQUAL) for others in (0, _OTHERS)}
 _FEW: Final = 16  # of so many tokens one is not like the others: codes of whole bits would take more
 _MOST_EQUAL: Final = 1 << 24  # tokens that a few bytes may stand for
@@ -82,7 +69,7 @@ def encode(positions: np.ndarray, steps: np.ndarray, nbits: int) -> bytes:
         nbits: 8, 16, 32 or 64.
 
     Returns:
-        The block, of at most about the bytes of all units from the first to the last position; empty without changes.
+        The block; empty without changes.
     """
     from torchrl_ext.data.deltas.codec_loops import tokenise
 
@@ -90,9 +77,9 @@ def encode(positions: np.ndarray, steps: np.ndarray, nbits: int) -> bytes:
     if not count:
         return b""
     top, mask = np.uint64(1 << (nbits - 1)), np.uint64((1 << nbits) - 1)
-    first, span = int(positions[0]), int(positions[-1]) - int(positions[0]) + 1
+    first, far = int(positions[0]), int(positions[-1] - positions[0]) >> 21
     joint, others = np.empty((2, count), np.uint8)
-    most = 19 * count + 64 * min(count, span >> 21) + nbits * count
+    most = (19 + nbits) * count + 64 * min(count, far)
     raw = np.empty(most // 32 + 4, np.uint32)  # only what is filled takes memory
     found, used = tokenise(positions, steps, top, mask, joint, others, raw)
     raw = raw[:used]
@@ -105,11 +92,6 @@ def encode(positions: np.ndarray, steps: np.ndarray, nbits: int) -> bytes:
         streams.append(packed if small else tokens.tobytes())
     if common := _common(joint):
         kind, streams[0] = kind & ~_JOINT | _EQUAL, _equal(joint, *common, packer)
-    size = len(streams[0]) + len(streams[1]) + raw.nbytes
-    if size > span * nbits // 8:
-        plain = np.zeros(span, steps.dtype)
-        plain[positions - positions[0]] = steps
-        return bytes((_PLAIN,)) + varints(count, first) + plain.tobytes()
     head = bytes((kind,)) + varints(count, first, len(streams[0]), found, len(streams[1]))
     return b"".join((head, *streams, raw.data))
 
@@ -136,26 +118,18 @@ def decode(data: Buffer, count: int, span: int, nbits: int, name: str = "a block
     if not len(view):
         return np.empty(0, index), np.empty(0, unit)
     kind, at = view[0], 1
-    plain = kind == _PLAIN
-    if not plain and kind not in _KINDS:
+    if kind not in _KINDS:
         raise damaged(name, f"it is of kind {kind}")
-    numbers = []
-    for _ in range(2 if plain else 5):
-        number, at = read_varint(view, at, name)
-        numbers.append(number)
-    changed, first = numbers[:2]
+    (changed, first, nbytes, found, more), at = _read_varints(view, at, 5, name)
     if not 0 < changed <= min(count, span - first):
         raise damaged(name, f"it has {changed} changes from {first} on", f"1 to {count} below {span}")
-    if plain:
-        return _plain(view[at:], changed, first, span, unit, index, name)
-    nbytes, found, more = numbers[2:]
     if found > changed or at + nbytes + more > len(view):
         raise damaged(name, "its streams are longer than it is")
     if kind & _EQUAL:
         joint = _unequal(view[at : at + nbytes], changed, name)
     else:
-        joint = unpack_frame(view[at : at + nbytes], bool(kind & _JOINT), changed, name)
-    others = unpack_frame(view[at + nbytes : at + nbytes + more], bool(kind & _OTHERS), found, name)
+        joint = _unpacked(view[at : at + nbytes], bool(kind & _JOINT), changed, name)
+    others = _unpacked(view[at + nbytes : at + nbytes + more], bool(kind & _OTHERS), found, name)
     bits, announced = raw_bits(joint, others)
     rest = view[at + nbytes + more :]
     if announced != found or joint.max() > 254 or len(rest) != 4 * -(-bits // 32):
@@ -195,32 +169,18 @@ def _unequal(data: memoryview, count: int, name: str) -> np.ndarray:
     """Return ``count`` tokens that `_equal` wrote."""
     if not len(data):
         raise damaged(name, "it ends too early")
-    few, at = read_varint(data, 1, name)
-    size, at = read_varint(data, at, name)
-    nbytes, at = read_varint(data, at, name)
+    (few, size, nbytes), at = _read_varints(data, 1, 3, name)
     if not 0 < few <= size <= count <= _MOST_EQUAL:
         raise damaged(name, f"{few} of its {count} tokens are said to be other ones, by {size} bytes")
-    places = unpack_frame(data[at : at + nbytes], True, size, name)
+    places = _unpacked(data[at : at + nbytes], True, size, name)
     ends = np.flatnonzero(places != 255)
     where = (255 * np.diff(ends, prepend=-1) - 254 + places[ends]).cumsum() - 1
     if ends.size != few or places[-1] == 255 or where[-1] >= count:
         raise damaged(name, "its other tokens leave it")
     tokens = np.full(count, data[0], np.uint8)
-    tokens[where] = unpack_frame(data[at + nbytes :], True, few, name)
+    tokens[where] = _unpacked(data[at + nbytes :], True, few, name)
     tokens.flags.writeable = False  # as those of a frame: one compiled version for all
     return tokens
-
-
-def _plain(
-    rest: memoryview, changed: int, first: int, span: int, unit: np.dtype, index: np.dtype, name: str
-) -> tuple[np.ndarray, np.ndarray]:
-    if len(rest) % unit.itemsize or not changed <= len(rest) // unit.itemsize <= span - first:
-        raise damaged(name, f"{len(rest)} bytes of plain steps from {first} on", f"units below {span}")
-    every = np.frombuffer(rest, unit)
-    where = np.flatnonzero(every)
-    if where.size != changed or where[0] or where[-1] != every.size - 1:
-        raise damaged(name, f"{where.size} plain steps that are not 0", f"{changed}, the first and the last of them")
-    return (where + first).astype(index), every[where]
 
 
 def varints(*numbers: int) -> bytes:
@@ -234,23 +194,20 @@ def varints(*numbers: int) -> bytes:
     return bytes(head)
 
 
-def read_varint(view: memoryview, at: int, name: str) -> tuple[int, int]:
-    """Return the varint at ``at``, below 2^63, and where it ends.
-
-    Raises:
-        IntegrityError: it does not end; names the block.
-    """
-    number = 0
-    for shift in range(0, 63, 7):
-        if at == len(view):
-            break
-        number, at = number | (view[at] & 127) << shift, at + 1
+def _read_varints(view: memoryview, at: int, count: int, name: str) -> tuple[list[int], int]:
+    """Return the varints at ``at``, each below 2^63, and where they end."""
+    numbers, number, shift = list[int](), 0, 0
+    while len(numbers) < count:
+        if at == len(view) or shift == 63:
+            raise damaged(name, "its head ends too early")
+        number, at, shift = number | (view[at] & 127) << shift, at + 1, shift + 7
         if view[at - 1] < 128:
-            return number, at
-    raise damaged(name, "its head ends too early")
+            numbers.append(number)
+            number = shift = 0
+    return numbers, at
 
 
-def unpack_frame(data: memoryview, packed: bool, size: int, name: str) -> np.ndarray:
+def _unpacked(data: memoryview, packed: bool, size: int, name: str) -> np.ndarray:
     """Return ``size`` tokens from their bytes, which are a zstd frame if ``packed``; takes no more memory than that."""
     if packed:
         try:
@@ -329,10 +286,7 @@ def decode_sorted(data: Buffer, unit: Unit, old: np.ndarray, name: str = "a bloc
     lasts = [*view[1:at]]
     if len(lasts) != view[0] or lasts != sorted({*lasts} - {255}):
         raise damaged(name, f"its contexts end at {lasts}", f"{view[0]} increasing numbers below 255")
-    sizes = []
-    for _ in range(len(lasts) + 1):
-        number, at = read_varint(view, at, name)
-        sizes.append(number)
+    sizes, at = _read_varints(view, at, len(lasts) + 1, name)
     if at + sum(sizes) != len(view):
         raise damaged(name, f"its groups take {sum(sizes)} bytes", f"{len(view) - at}")
     context, groups = (np.uint64(unit.shift), np.uint64(unit.select)), _groups(lasts)

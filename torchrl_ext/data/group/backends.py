@@ -33,9 +33,8 @@ from torchrl_ext.base.devices import (
 )
 from torchrl_ext.base.errors import ConfigError, TransportError, WeightSyncError
 from torchrl_ext.data.group.calls import in_time, made_in_time, run_beside, wait_for_at_exit
+from torchrl_ext.data.group.carrier import DEVICE, HOST, Carrier, Move, Seat, polled
 from torchrl_ext.data.group.nccl import NcclCarrier, as_launched, package
-from torchrl_ext.data.group.notes import NoteStore
-from torchrl_ext.data.group.process_group import DEVICE, HOST, Carrier, Move, Seat, polled
 
 __all__ = ["CARRIERS", "GlooCarrier", "GroupStore", "TorchCarrier", "carrier_of", "choose_backend"]
 
@@ -82,23 +81,22 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
 
 
 class GroupStore(Store):
-    """A torch store that keeps its values in a `NoteStore`, behind its secret.
+    """A torch store that keeps its values in a `KeyStore`, behind its secret.
 
     gloo needs it while it is constructed. torch's NCCL leaves the id of its communicator there, and its monitor looks
     for signals of other ranks for as long as the process lives.
 
     Args:
-        seat: whose notes hold the values; a backend waits as long for a value as for the group.
+        seat: whose store holds the values; a backend waits as long for a value as for the group.
     """
 
     def __init__(self, seat: Seat) -> None:
         super().__init__()
-        self._notes: NoteStore = seat.notes
-        self._beginning, self._within = f"{seat.generation}/group/", seat.within
+        self._own, self._within = seat.store, seat.within
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value under ``key``."""
-        self._notes.put(self._beginning + key, value if isinstance(value, str) else bytes(value).decode("latin-1"))
+        self._own.set(f"group/{key}", value if isinstance(value, str) else bytes(value).decode("latin-1"))
 
     def get(self, key: str) -> bytes:
         """Return the value under ``key``, as soon as it is there.
@@ -108,10 +106,10 @@ class GroupStore(Store):
             TransportError: another thread aborted.
         """
         within = self._within.again()
-        found = self._notes.wait(self._beginning + key, within)
-        if not found:
+        found = self._own.find(f"group/{key}", within)
+        if found is None:
             raise within.error(f"another rank left nothing under {key!r}")
-        return str(found[0]).encode("latin-1", errors="replace")
+        return str(found).encode("latin-1", errors="replace")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until values are there; errors as `get`."""
@@ -121,7 +119,7 @@ class GroupStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these values are there, as far as the trainer answers."""
         try:
-            return all(self._notes.has(self._beginning + key) for key in keys)
+            return all(self._own.find(f"group/{key}") is not None for key in keys)
         except WeightSyncError:  # the monitor of NCCL asks in a thread of its own, and must not end the process
             return False
 
@@ -136,7 +134,7 @@ class TorchCarrier(Carrier):
 
     Args:
         seat: of this process.
-        store: of torch's, where other ranks of the backend meet without notes of ours.
+        store: of torch's, where other ranks of the backend meet without a store of ours.
 
     Raises:
         TransportError, DeadlineError: the backend cannot be made.
@@ -245,7 +243,7 @@ class GlooCarrier(Carrier):
 
     Args:
         seat: of this process.
-        store: of torch's, where other ranks of gloo meet without notes of ours.
+        store: of torch's, where other ranks of gloo meet without a store of ours.
         devices, threads: of gloo.
 
     Raises:
@@ -256,7 +254,7 @@ class GlooCarrier(Carrier):
 
     def __init__(self, seat: Seat, store: Any = None, *, devices: int = _DEVICES, threads: int = _THREADS) -> None:
         self._store = GroupStore(seat) if store is None else store  # C++ does not keep a store's Python methods
-        options = _gloo_options(seat.notes.host, seat.notes.port, seat.within, devices, threads)
+        options = _gloo_options(seat.store.host, seat.store.port, seat.within, devices, threads)
         make = partial(dist.ProcessGroupGloo, self._store, seat.rank, len(seat.peers), options)
         self._held: list[Any] = [made_in_time(make, seat.within)]
         self._devices, self._patience_s = devices, seat.within.timeout_s + _LATER_S
@@ -338,7 +336,7 @@ def carrier_of(backend: str) -> type[Carrier]:
     return CARRIERS.get(backend, TorchCarrier)
 
 
-def _gloo_options(host: str, port: int, within: Deadline, devices: int, threads: int) -> Any:
+def _gloo_options(host: str, port: int | None, within: Deadline, devices: int, threads: int) -> Any:
     """Return options of gloo, whose devices are bound to the interface that reaches the trainer.
 
     GLOO_SOCKET_IFNAME may name other interfaces, as in torch.
@@ -360,7 +358,7 @@ def _gloo_options(host: str, port: int, within: Deadline, devices: int, threads:
     return options
 
 
-def _own_address(host: str, port: int, stop: threading.Event) -> str:
+def _own_address(host: str, port: int | None, stop: threading.Event) -> str:
     """Return this machine's address on the route to the trainer."""
     within = Deadline(_LOOK_UP_S, stop=stop)
     places = in_time(partial(socket.getaddrinfo, host, port, type=socket.SOCK_DGRAM), within)

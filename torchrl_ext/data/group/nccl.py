@@ -20,7 +20,7 @@ from torch import cuda
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError
 from torchrl_ext.data.group.calls import run_beside
-from torchrl_ext.data.group.process_group import DEVICE, Carrier, Move, Seat, polled
+from torchrl_ext.data.group.carrier import DEVICE, Carrier, Move, Seat, polled
 
 __all__ = ["SETTINGS", "NcclCarrier", "as_launched", "new_unique_id", "package", "settings"]
 
@@ -83,19 +83,19 @@ def new_unique_id() -> bytes:
 
 
 def _shared_id(seat: Seat) -> bytes:
-    """Return the unique id that rank 0 leaves in the notes of a group."""
-    key = f"{seat.generation}/group/nccl"
+    """Return the unique id that rank 0 leaves in the store of a group."""
+    key = "group/nccl"
     if seat.rank == 0:
         unique_id = new_unique_id()
-        seat.notes.put(key, unique_id.hex())
+        seat.store.set(key, unique_id.hex())
         return unique_id
-    found = seat.notes.wait(key, seat.within)
-    if not found:
+    found = seat.store.find(key, seat.within)
+    if found is None:
         raise seat.within.error("rank 0 left no unique id of NCCL")
     try:
-        return bytes.fromhex(found[0])
+        return bytes.fromhex(found)
     except (TypeError, ValueError):
-        raise TransportError(f"rank 0 left {found[0]!r:.40} as a unique id of NCCL", expected="128 bytes") from None
+        raise TransportError(f"rank 0 left {found!r:.40} as a unique id of NCCL", expected="128 bytes") from None
 
 
 @contextmanager
@@ -118,7 +118,7 @@ class NcclCarrier(Carrier):
 
     Args:
         seat: of this process; with its device.
-        unique_id: of `new_unique_id` in rank 0; None leaves and finds it in the notes.
+        unique_id: of `new_unique_id` in rank 0; None leaves and finds it in the store.
 
     Raises:
         DeadlineError: not every rank came.

@@ -83,13 +83,13 @@ def drives(rank: int | None) -> bool:
 class _Failure(msgspec.Struct, frozen=True):
     kind: str
     what: str
-    parts: dict[str, str | None]
+    parts: dict[str, Any]
 
     @classmethod
     def of(cls, error: BaseException) -> _Failure:
         parts = {}
         if isinstance(error, WeightSyncError):
-            parts = {"expected": error.expected, "state": error.state, "hint": error.hint}
+            parts = {name: getattr(error, name) for name in ("expected", "state", "hint", "code")}
         return cls(type(error).__name__, errors.why(error).encode(errors="replace").decode(), parts)
 
     def error(self, rank: int) -> WeightSyncError:

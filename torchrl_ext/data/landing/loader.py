@@ -18,7 +18,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.patcher import Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
-from torchrl_ext.data.weights.digests import PositionDigest, digests_of
+from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
 from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
 from torchrl_ext.data.weights.source import (
@@ -131,7 +131,7 @@ class Sliceable(ABC):
 
     @abstractmethod
     def by_slices(self, wanted: bool) -> None:
-        """Set whether the transport sends slices (`Transport.slices`), from the next `start` on."""
+        """Set whether the transport sends slices (an ability of it), from the next `start` on."""
 
     @abstractmethod
     def slices(self) -> Mapping[str, tuple[Block, ...]]:
@@ -236,13 +236,12 @@ class TensorsLoader(WeightLoader, Patchable):
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._own = functools.partial(named_tensors, target, scratch=True) if is_module else self._target.tensors
         self._sent: frozenset[str] | None = None
-        self._copied: frozenset[str] = frozenset()
+        self._copied: frozenset[str] = frozenset()  # that are no part of one live tensor
+        self._meet: frozenset[str] = frozenset()  # that share memory with others
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
         self._patcher: Patcher | None = None  # this and the next are kept from the first `stage` on
         self._spelling: Spelling | None = None
-        self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
-        self._live: list[int] = []  # and of every tensor then
-        self._read: tuple[list[int], dict[str, PositionDigest]] = [], {}  # the same at the last `digests`, and these
+        self._live: list[int] = []  # addresses of every tensor at the last one
         self._whole: dict[str, Tensor] = {}
 
     @property
@@ -251,8 +250,8 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def targets(self) -> Mapping[str, Tensor]:
         """Return the live tensors but those that share memory: the second to be filled would overwrite the first."""
-        places, meet = self._spelled().places, self._meet()
-        return {name: place for name, place in places.items() if name not in meet} if meet else places
+        places = self._spelled().places
+        return {name: one for name, one in places.items() if name not in self._meet} if self._meet else places
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         params = tuple(params)
@@ -261,10 +260,7 @@ class TensorsLoader(WeightLoader, Patchable):
         spelled.check(params, dict(self._target.tensors()), asleep=self.asleep)
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
         self.shared = spelled.shared(meta.name for meta in params)
-
-    def _meet(self) -> set[str]:
-        """Return the names that share memory with others."""
-        return {place.name for places in self.shared for place in places}
+        self._meet = frozenset(place.name for places in self.shared for place in places)
 
     def part(self, names: frozenset[str] | None) -> None:
         if names is not None:
@@ -273,10 +269,9 @@ class TensorsLoader(WeightLoader, Patchable):
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        spelled, whole, meet = self._spelled(), dict[str, Tensor](), self._meet()
-        came: dict[str, Tensor] = {}
+        spelled, whole, came = self._spelled(), dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in pairs:
-            if name in meet:
+            if name in self._meet:
                 came[name] = tensor
             if name in spelled.copied:
                 whole[name] = tensor
@@ -284,11 +279,9 @@ class TensorsLoader(WeightLoader, Patchable):
             if name not in spelled.places:
                 raise ManifestError(f"the model has no parameter {name!r}")
             target = spelled.places[name]
-            if ParamMeta.of(name, target) != ParamMeta.of(name, tensor):
-                raise ManifestError(
-                    f"parameter {name!r} arrives as {ParamMeta.of(name, tensor).form}",
-                    expected=ParamMeta.of(name, target).form,
-                )
+            arrives, expected = ParamMeta.of(name, tensor), ParamMeta.of(name, target)
+            if arrives != expected:
+                raise ManifestError(f"parameter {name!r} arrives as {arrives.form}", expected=expected.form)
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)
         if whole:
@@ -300,7 +293,6 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def invalidate(self) -> None:
         self._patcher = self._spelling = None  # what they hold of the model's memory could not be given back
-        self._read = [], {}
 
     def patchable(self, name: str) -> bool:
         return name not in self._copied
@@ -325,11 +317,9 @@ class TensorsLoader(WeightLoader, Patchable):
         compare(found, changes.digests)
 
     def commit(self) -> None:
-        if self._patcher is None or self._spelling is None:
-            raise NotConnectedError("there are no staged changes", hint="stage them first")
-        if _addresses(self._own()) != self._live:
+        if self._patcher is None or self._spelling is None or _addresses(self._own()) != self._live:
             raise NotConnectedError(
-                "parameters were replaced since the changes were staged",
+                "parameters were replaced or loaded since changes were staged, or none were",
                 state="nothing was changed",
                 hint="stage the changes again, or load a full version",
             )
@@ -340,19 +330,14 @@ class TensorsLoader(WeightLoader, Patchable):
 
     def _patches(self) -> Patcher:
         """Return a patcher of the parameters, looked up anew since training code may have replaced them."""
-        spelled, sent = self._spelled(), self._sent
-        self._live = _addresses(self._own())
-        if self._patcher is not None and self._spelling is spelled:
-            return self._patcher
-        self._spelling = spelled
-        once = self._target.sent() if sent is None else {}
-        wanted, memory = {}, {}
-        for name, tensor in spelled.places.items():
-            if spelled.source_of[name] in once if sent is None else name in sent:
-                wanted[name], memory[name] = tensor, tensor.data_ptr()
-        if self._patcher is None or self._patched != memory:
-            known = self._read[1] if self._patcher is None and self._read[0] == self._live else {}
-            self._patcher, self._patched = Patcher(identity(wanted), held=known), memory
+        spelled, self._live = self._spelled(), _addresses(self._own())
+        if self._patcher is None or self._spelling is not spelled:
+            sent = self._sent
+            if sent is None:
+                once = self._target.sent()
+                sent = frozenset(name for name, own in spelled.source_of.items() if own in once)
+            self._patcher = Patcher(identity({name: one for name, one in spelled.places.items() if name in sent}))
+            self._spelling = spelled
         return self._patcher
 
     def digests(self) -> dict[str, str]:
@@ -361,7 +346,6 @@ class TensorsLoader(WeightLoader, Patchable):
         first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
         read = ((name, full(named[name])) for name in firsts.values())
         found = digests_of(chain(read, spelled.assembled(self._named)))
-        self._read = _addresses(self._own()), found
         return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:

@@ -8,22 +8,20 @@ an update costs what changed, and not what the model weighs, whatever the shardi
 from __future__ import annotations
 
 import functools
-import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import BITS, Kernels, Landed, Piece, Places, Writes
-from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.bits import BITS, Kernels, Piece, Places, Range, Writes
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, unit_of
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests
 from torchrl_ext.data.weights.view import View
 
@@ -35,92 +33,8 @@ __all__ = ["READ_BACK_VERSIONS", "Patcher", "Piece", "as_bits", "compare", "hold
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
-_LISTED = 1 << 18  # elements of a list on the host, which one thread writes
-_LISTED_ON_DEVICE = 1 << 22
+_LISTED = 1 << 18  # elements from which on a list is written alone: by one thread of the host, by a few calls elsewhere
 _THREADS = 4  # beyond these, memory is what is waited for
-
-
-class _List(NamedTuple):
-    """Values for elements of several tensors, as one list."""
-
-    names: list[str]
-    writes: Writes
-    kernels: Kernels
-
-    def sums(self) -> Tensor:
-        """Return `Kernels.sums` of what is to stand in each tensor."""
-        return self.kernels.sums(*self.writes[2:])
-
-    def put(self) -> Tensor:
-        """Write, and return the same of what stands there then."""
-        return self.kernels.write(self.writes)
-
-
-class _Copy(NamedTuple):
-    """Bits for all of a tensor, 1-D."""
-
-    name: str
-    target: Tensor
-    values: Tensor
-    kernels: Kernels
-
-    @property
-    def names(self) -> list[str]:
-        """The tensor's, for each part of it."""
-        return [self.name] * -(-self.target.numel() // _most(self.kernels))
-
-    def sums(self) -> Tensor:
-        """Return what is to stand in each part of the tensor, added up: int64; on a device it may not be done yet."""
-        return self._sums(self.values.split(_most(self.kernels)))
-
-    def put(self) -> Tensor:
-        """Write, and return the same of what stands there then."""
-        parts = (one.split(_most(self.kernels)) for one in (self.target, self.values))
-        return self._sums(into.copy_(own) for into, own in zip(*parts, strict=True))  # while both lie in a cache
-
-    def _sums(self, parts: Iterable[Tensor]) -> Tensor:
-        pieces = [Piece(destination=part, offset=0, strides=(1,)) for part in parts]
-        return self.kernels.words(pieces)[:, 0]
-
-
-class _Lists:
-    """Gathers values for many tensors in a few lists."""
-
-    def __init__(self) -> None:
-        self._closed: list[_List] = []
-        self._open: dict[tuple[Any, ...], list[tuple[list[str], Writes]]] = {}
-        self._counts: dict[tuple[Any, ...], int] = {}
-
-    def add(self, names: list[str], writes: Writes, kernels: Kernels) -> None:
-        """Add a list with a run for each name."""
-        key = kernels, writes.values.device, writes.values.dtype, writes.offsets.dtype
-        self._open.setdefault(key, []).append((names, writes))
-        self._counts[key] = self._counts.get(key, 0) + writes.values.numel()
-        if self._counts[key] >= _most(kernels):
-            self._close(key)
-
-    def close(self) -> list[_List]:
-        """Make lists of what was added last, and return all."""
-        for key in [*self._open]:
-            self._close(key)
-        return self._closed
-
-    def _close(self, key: tuple[Any, ...]) -> None:
-        self._counts[key] = 0
-        names, writes = zip(*self._open.pop(key), strict=True)
-        self._closed.append(_List([*chain.from_iterable(names)], Writes.joined(writes), key[0]))
-
-
-def _most(kernels: Kernels) -> int:
-    return _LISTED if kernels.on_host else _LISTED_ON_DEVICE
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_THREADS, torch.get_num_threads()), thread_name_prefix="torchrl-ext-commit")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has no threads of its parent
 
 
 class Share(NamedTuple):
@@ -130,27 +44,24 @@ class Share(NamedTuple):
     places: int
 
 
-class _Plan(NamedTuple):
-    """Where the segments of a stream lie in this rank's memory on one device.
+def _joined(lists: Iterable[Writes]) -> Iterator[Writes]:
+    """Yield the same in longer lists."""
+    waiting, count = list[Writes](), 0
 
-    Attributes:
-        names: the tensor of each piece of ``places``.
-        places: the pieces of each segment.
-        kernels: read and write them.
-    """
+    def kind(one: Writes) -> tuple[object, ...]:
+        return one.values.device, one.values.dtype, one.offsets.dtype
 
-    names: list[str]
-    places: Places
-    kernels: Kernels
-
-    def land(self, every: StreamPatch) -> Landed | None:
-        """Return the changes in a range that lie here."""
-        stream = every.table.streams[every.stream]
-        segments = stream.within(every.start, every.start + every.size)
-        firsts = stream.first[segments.start : segments.stop + 1] - every.start
-        ordered = unit_of(stream.dtype).ordered if every.steps else None
-        own = slice(segments.start, segments.stop)
-        return self.kernels.land(self.places, own, firsts, every.positions, every.values, ordered)
+    for one in chain(lists, [None]):
+        if waiting and (one is None or count >= _LISTED or kind(one) != kind(waiting[0])):
+            names, targets, addresses, ends, *rest = zip(*waiting, strict=True)
+            starts = accumulate((writes.values.numel() for writes in waiting), initial=0)
+            shifted = torch.cat([end + start for end, start in zip(ends, starts, strict=False)])
+            tables = torch.cat(addresses), shifted, *map(torch.cat, rest)
+            yield Writes([*chain.from_iterable(names)], [*chain.from_iterable(targets)], *tables)
+            waiting, count = [], 0
+        if one is not None:
+            waiting.append(one)
+            count += one.values.numel()
 
 
 class Patcher:
@@ -159,39 +70,26 @@ class Patcher:
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
         kernels: translate and write; by default those of each parameter's device.
-        held: digests of what this rank has of each tensor, as far as they are known.
 
     Attributes:
         others: names that change in what was staged last, and cannot be patched.
     """
 
-    def __init__(
-        self,
-        pieces: Mapping[str, Sequence[Piece]],
-        kernels: Kernels | None = None,
-        held: Mapping[str, PositionDigest] | None = None,
-    ) -> None:
+    def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
-        self._plans: tuple[ParamTable, dict[int, list[_Plan]]] | None = None
-        self._held = {name: one for name, one in (held or {}).items() if name in pieces}
+        self._places: tuple[ParamTable, dict[int, list[Places]]] | None = None  # by stream of the last table
+        self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as they are known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
-        self._lists: list[_List] = []  # this and the next wait for the pause
-        self._copies: list[_Copy] = []
-        self._sums: list[list[int]] = []  # of what the copies and the lists are to write
+        self._lists: list[Writes] = []  # this and the next wait for the pause
+        self._sums: list[list[int]] = []  # of the lists
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         self._turn = 0
 
     @functools.cached_property
-    def _turns(self) -> list[list[str]]:
-        """The tensors that are read back together, in lists of about one size."""
+    def _by_size(self) -> list[str]:
         sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in self.pieces.items()}
-        turns, filled = [list[str]() for _ in range(READ_BACK_VERSIONS)], [0] * READ_BACK_VERSIONS
-        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            turn = filled.index(min(filled))
-            turns[turn].append(name)
-            filled[turn] += max(1, sizes[name])
-        return turns
+        return sorted(sizes, key=sizes.__getitem__, reverse=True)
 
     @functools.cached_property
     def shares(self) -> Mapping[str, Share]:
@@ -207,10 +105,18 @@ class Patcher:
     def digests_of_memory(self, names: Iterable[str] | None = None) -> dict[str, PositionDigest]:
         """Return the digest of what this rank holds now of each of these tensors, by default of all, from the bytes."""
         names = [*(self.pieces if names is None else names)]
+        found = dict.fromkeys(names, PositionDigest())
+        groups = defaultdict[tuple[torch.device, int], tuple[list[str], list[Piece]]](lambda: ([], []))
         for name in names:
-            self._held.pop(name, None)
-        self._take(names)
-        return {name: self._held[name] for name in names}
+            for piece in self.pieces[name]:
+                owners, pieces = groups[piece.memory.device, piece.memory.element_size()]
+                owners.append(name)
+                pieces.append(piece)
+        words = [self._on(device).words(pieces) for (device, _), (_, pieces) in groups.items()]
+        for name, added in zip(chain.from_iterable(own for own, _ in groups.values()), as_digests(words), strict=True):
+            found[name] += added
+        self._held |= found
+        return found
 
     def stage(self, changes: Changes) -> dict[str, PositionDigest]:
         """Translate the changes of the tensors that can be patched; steps are resolved against what is held now.
@@ -223,87 +129,52 @@ class Patcher:
         """
         self.drop()
         self.others = set()
-        try:
-            self.read_back(self._turns[self._turn])
-        except IntegrityError as error:
-            self._damage = error
+        held = self._held.copy()
+        again = [name for name in self._by_size[self._turn :: READ_BACK_VERSIONS] if name in held]
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
-        lists, copies = _Lists(), dict[str, list[_Copy]]()
-        owners, words = list[str](), list[Tensor]()
-        self._take(self.pieces)
+        for name, digest in self.digests_of_memory(again).items():
+            if digest != held[name]:
+                self._damage = _damaged(name, f"digest {held[name].hex()}, found {digest.hex()}")
+        self._held |= held
+        self.digests_of_memory(name for name in self.pieces if name not in self._held)
+        lists, staged = [*_joined(self._landed(changes))], dict[str, PositionDigest]()
+        numbers = [*(one.words for one in lists), *(one.sums for one in lists)]
+        found = [one.tolist() for one in download(numbers)]  # which waits, as `commit` is on another stream
+        for one, words in zip(lists, found, strict=False):
+            for name, added in zip(one.names, words, strict=True):
+                staged[name] = (staged[name] if name in staged else self._held[name]).plus(added)
+        self._lists, self._sums, self._staged = lists, found[len(lists) :], staged
+        return self._held | staged
+
+    def _landed(self, changes: Changes) -> Iterator[Writes]:
+        """Yield what is to be written for each range that changes on each device."""
         for every in changes.patches(self._wanted):
-            for plan in self._plan(every.table, every.stream):
-                if (landed := plan.land(every)) is not None:
-                    names = [plan.names[run] for run in landed.runs.tolist()]
-                    self._add(every, plan, names, landed, lists, copies)
-                    owners += names
-                    words.append(landed.words)
-        self._lists, self._copies, staged = lists.close(), [*chain(*copies.values())], dict[str, PositionDigest]()
-        sums = [one.sums() for one in self._copies] + [one.sums() for one in self._lists]
-        found = [one.tolist() for one in download([*words, *sums])]  # which waits, as `commit` is on another stream
-        for name, added in zip(owners, chain.from_iterable(found[: len(words)]), strict=True):
-            staged[name] = (staged[name] if name in staged else self._held[name]).plus(added)
-        self._sums, self._staged = found[len(words) :], staged
-        held = self._held | staged
-        return {name: held[name] for name in self.pieces}
+            stream = every.table.streams[every.stream]
+            segments = stream.within(every.start, every.start + every.size)
+            firsts = stream.first[segments.start : segments.stop + 1] - every.start
+            ordered = unit_of(stream.dtype).ordered if every.steps else None
+            own = Range(segments, firsts, every.positions, every.values, ordered)
+            for places in self._places_of(every.table, every.stream):
+                if (writes := self._on(places.pieces[0].memory.device).land(places, own)) is not None:
+                    yield writes
 
-    def _add(
-        self,
-        every: StreamPatch,
-        plan: _Plan,
-        names: list[str],
-        landed: Landed,
-        lists: _Lists,
-        copies: dict[str, list[_Copy]],
-    ) -> None:
-        """Add what landed to the lists, or, where most of a range changes, to copies, which are quicker then and less.
-
-        Args:
-            every: the range.
-            plan, landed: where its changes lie.
-            names: the tensor of each run of these.
-            lists, copies: of this version; copies by name.
-        """
-        stream = every.table.streams[every.stream]
-        segments = len(stream.within(every.start, every.start + every.size))
-        if 3 * every.positions.size < every.size or every.size < segments << 14:
-            lists.add(names, landed.writes, plan.kernels)
-            return
-        spans = zip(names, landed.runs.tolist(), *landed.spans.T.tolist(), strict=True)
-        for number, (name, run, at, last) in enumerate(spans):
-            own, piece = landed.writes.run(number), plan.places.pieces[run]
-            target, others = piece.memory[at : last + 1], copies.setdefault(name, [])
-            fits = piece.straight and target.nbytes <= own.offsets.nbytes + own.values.nbytes
-            if fits and not any(_meet(target, one.target) for one in others):
-                values = target.clone()  # what other patches change in between is listed, and written later
-                plan.kernels.scatter(values, own.offsets - at, own.values)
-                others.append(_Copy(name, target, values, plan.kernels))
-            else:
-                own = own._replace(offsets=own.offsets.clone(), values=own.values.clone())
-                lists.add([name], own, plan.kernels)
-
-    def _plan(self, table: ParamTable, stream: int) -> list[_Plan]:
-        """Return where the segments of a stream lie, for each device; kept for the last table."""
-        if self._plans is None or not self._plans[0].lays_out_as(table):
-            self._plans = table, {}
-        if stream not in self._plans[1]:
+    def _places_of(self, table: ParamTable, stream: int) -> list[Places]:
+        """Return where the segments of a stream lie, on each device."""
+        if self._places is None or not self._places[0].lays_out_as(table):
+            self._places = table, {}
+        if stream not in self._places[1]:
             names = [table.params[param].name for param in table.streams[stream].params.tolist()]
             width = unit_bytes(table.streams[stream].dtype)
             found = defaultdict[torch.device, list[list[Piece]]](lambda: [[] for _ in names])
             for number, name in enumerate(names):
                 for piece in self.pieces.get(name, ()):
-                    memory = piece.memory
-                    if memory.numel() and memory.element_size() == width:
-                        found[memory.device][number].append(piece)
-            self._plans[1][stream] = [
-                _Plan(
-                    [name for name, own in zip(names, segments, strict=True) for _ in own],
-                    Places(segments),
-                    self._kernels or kernels_on(device),
-                )
-                for device, segments in found.items()
-            ]
-        return self._plans[1][stream]
+                    if piece.memory.numel() and piece.memory.element_size() == width:
+                        found[piece.memory.device][number].append(piece)
+            self._places[1][stream] = [Places(segments, names) for segments in found.values()]
+        return self._places[1][stream]
+
+    def _on(self, device: torch.device) -> Kernels:
+        return self._kernels or kernels_on(device)
 
     def _wanted(self, name: str) -> bool:
         if name in self.pieces:
@@ -314,14 +185,11 @@ class Patcher:
     @property
     def staged_bytes(self) -> int:
         """The bytes of memory that staged changes hold until the commit."""
-        tensors = [one.values for one in self._copies]
-        tensors += [tensor for one in self._lists for tensor in one.writes[1:]]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        return sum(storage.nbytes() for storage in storages.values())
+        return sum(writes.offsets.nbytes + writes.values.nbytes for writes in self._lists)
 
     def drop(self) -> None:
         """Forget what was staged."""
-        self._lists, self._copies, self._sums, self._staged = [], [], [], None
+        self._lists, self._sums, self._staged = [], [], None
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -332,53 +200,26 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        lists, copies, sums, staged, damage = self._lists, self._copies, self._sums, self._staged, self._damage
+        lists, sums, staged, damage = self._lists, self._sums, self._staged, self._damage
         self.drop()
         if damage is not None:
             self.forget()
             raise damage
-        found = [one.put() for one in copies]
-        if len(lists) > 1 and torch.get_num_threads() > 1 and all(one.kernels.on_host for one in lists):
-            found += _threads().map(_List.put, lists)  # no two of them meet
+        threads = min(_THREADS, torch.get_num_threads(), len(lists))
+        if threads > 1 and all(self._on(writes.values.device).on_host for writes in lists):
+            with ThreadPoolExecutor(threads) as pool:
+                found = [*pool.map(self._put, lists)]  # no two of them meet
         else:
-            found += [one.put() for one in lists]
+            found = [*map(self._put, lists)]
         self._held.update(staged)
-        names = [one.names for one in copies] + [one.names for one in lists]
-        for own, stands, should in zip(names, (one.tolist() for one in download(found)), sums, strict=True):
+        for writes, stands, should in zip(lists, (one.tolist() for one in download(found)), sums, strict=True):
             if stands != should:
-                other = next(at for at, (a, b) in enumerate(zip(stands, should, strict=True)) if a != b)
-                raise _damaged(own[other], "the bits that were staged, found others")
+                rows = zip(writes.names, stands, should, strict=True)
+                other = next(name for name, one, two in rows if one != two)
+                raise _damaged(other, "the bits that were staged, found others")
 
-    def read_back(self, names: Iterable[str]) -> None:
-        """Take digests of these tensors from the live bytes, and compare them with what they should be.
-
-        Raises:
-            IntegrityError: names the tensor.
-        """
-        expected = {name: self._held.pop(name) for name in names if name in self._held}
-        self._take(names)
-        found = {name: self._held[name] for name in expected}
-        self._held |= expected
-        for name, digest in expected.items():
-            if found[name] != digest:
-                raise _damaged(name, f"digest {digest.hex()}, found {found[name].hex()}")
-
-    def _take(self, names: Iterable[str]) -> None:
-        """Take the digest of what this rank holds of each of these tensors from the bytes, unless it is known."""
-        groups: dict[tuple[Kernels, torch.device, int], tuple[list[str], list[Piece]]] = {}
-        for name in names:
-            if name in self._held:
-                continue
-            self._held[name] = PositionDigest()
-            for piece in self.pieces[name]:
-                kernels = self._kernels or kernels_on(piece.memory.device)
-                own = groups.setdefault((kernels, piece.memory.device, piece.memory.element_size()), ([], []))
-                own[0].append(name)
-                own[1].append(piece)
-        owners = chain.from_iterable(names for names, _ in groups.values())
-        words = [kernels.words(pieces) for (kernels, *_), (_, pieces) in groups.items()]
-        for name, added in zip(owners, as_digests(words), strict=True):
-            self._held[name] += added
+    def _put(self, writes: Writes) -> Tensor:
+        return self._on(writes.values.device).write(writes)
 
 
 def _share(pieces: Sequence[Piece]) -> Share:
@@ -393,12 +234,6 @@ def _damaged(name: str, expected: str) -> IntegrityError:
         state="the engine holds a damaged update and stays paused",
         hint="send the weights again: the next version is a full one",
     )
-
-
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Return whether two runs of one memory have an element in common."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def as_bits(tensor: Tensor) -> Tensor:

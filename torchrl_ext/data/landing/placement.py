@@ -8,7 +8,7 @@ this rank, tensor parallelism included, without code for any architecture.
 
 from __future__ import annotations
 
-import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
-from torchrl_ext.data.deltas.kernels import Piece
+from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.weights.view import View, has_each_once
 
 __all__ = ["Landing", "Placement", "record"]
-
-log = logging.getLogger(__name__)
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -113,14 +111,11 @@ def record(load: Load, params: Iterable[ParamMeta], targets: Mapping[str, Tensor
     Raises:
         ManifestError: the loader refuses a name or a shape; its own words are in the message.
     """
-    params = tuple(params)
-    observer = _Observer(targets)
-    newest: ParamMeta | None = None
+    params, seen, observer = tuple(params), list[ParamMeta](), _Observer(targets)
 
     def pairs() -> Iterator[tuple[str, Tensor]]:
-        nonlocal newest
         for meta in params:
-            newest = meta
+            seen.append(meta)
             yield meta.name, observer.source(meta)
 
     try:
@@ -129,17 +124,14 @@ def record(load: Load, params: Iterable[ParamMeta], targets: Mapping[str, Tensor
     except ManifestError:
         raise
     except Exception as error:  # a loader may refuse by any exception
-        where = "" if newest is None else f" at {newest}"
         raise ManifestError(
-            f"the model's loader refuses the parameters{where}: {type(error).__name__}: {_brief(error)}",
+            f"the model's loader refuses the parameters{f' at {seen[-1]}' if seen else ''}: "
+            f"{type(error).__name__}: {_brief(error)}",
             state="nothing was changed",
             hint="send the names, shapes and dtypes of the checkpoint that the engine was started with",
         ) from error
-    return Placement(
-        params=params,
-        landings={meta.name: tuple(observer.landings[meta.name]) for meta in params},
-        written=dict(observer.written),
-    )
+    landings = {meta.name: tuple(observer.landings[meta.name]) for meta in params}
+    return Placement(params=params, landings=landings, written=observer.written)
 
 
 class _Observer(TorchDispatchMode):
@@ -147,7 +139,7 @@ class _Observer(TorchDispatchMode):
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.landings: dict[str, list[Landing]] = {}
+        self.landings = defaultdict[str, list[Landing]](list)
         self.written = dict.fromkeys(targets, 0)
         self._targets = {_key(tensor): (name, tensor) for name, tensor in targets.items()}
         self._views: dict[int, str] = {}  # storages of the checkpoint tensors themselves
@@ -161,7 +153,6 @@ class _Observer(TorchDispatchMode):
         key = _key(tensor)
         self._kept.append(tensor)
         self._views[key], self._origins[key] = meta.name, frozenset([meta.name])
-        self.landings.setdefault(meta.name, [])
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,11 +161,13 @@ class _Observer(TorchDispatchMode):
         if packet is torch.ops.aten._local_scalar_dense and args[0].is_meta:
             self._scalars = self._origin(args)  # `.item()`: there is no value, only where it came from
             return torch.zeros((), dtype=args[0].dtype).item()
-        if packet in _WRITES and isinstance(args[0], Tensor) and _key(args[0]) in self._targets:
-            self._write(args[0], args[1] if len(args) > 1 else None)
-            return args[0]
-        if packet in _WRITES and _keeps_data(*args):
-            return args[0]  # the live copy that a layer derives from its weights (SGLang's latent attention)
+        if packet in _WRITES and isinstance(args[0], Tensor):
+            target, source = args[0], args[1] if len(args) > 1 else None
+            if _key(target) in self._targets:
+                self._write(target, source)
+                return target
+            if isinstance(source, Tensor) and source.is_meta and not target.is_meta:
+                return target  # a live copy that a layer derives from its weights (SGLang's latent attention)
         out = func(*args, **kwargs)
         origin = self._origin((args, kwargs))
         for tensor in _metas(out) if origin else ():
@@ -189,29 +182,17 @@ class _Observer(TorchDispatchMode):
         names = self._origin(source) or (frozenset() if isinstance(source, Tensor) else self._scalars)
         self._scalars = frozenset()
         for name in sorted(names):
-            exact = isinstance(source, Tensor) and _key(source) in self._views
-            if exact and source.shape != target.shape:
+            seen = isinstance(source, Tensor) and _key(source) in self._views
+            if seen and source.shape != target.shape:
                 raise ManifestError(
                     f"{name!r} meets a part of {param} with another shape: {list(source.shape)}",
                     expected=f"{list(target.shape)}, {dtype_name(target.dtype)}",
                     state="nothing was changed",
                 )
-            if exact and not has_each_once(source):
-                log.info(
-                    "elements of %s are copied to several places of %s, so its changes cannot be written one by one",
-                    name,
-                    param,
-                )
-                exact = False
-            self.landings[name].append(
-                Landing(
-                    param=param,
-                    dtype=target.dtype,
-                    target=View.seen(target)._replace(offset=int(target.storage_offset() - whole.storage_offset())),
-                    source=View.seen(source) if exact else View((), ()),
-                    exact=exact,
-                )
-            )
+            exact = seen and has_each_once(source)
+            own = View.seen(target)._replace(offset=int(target.storage_offset() - whole.storage_offset()))
+            of = View.seen(source) if exact else View((), ())
+            self.landings[name].append(Landing(param=param, dtype=target.dtype, target=own, source=of, exact=exact))
 
     def _origin(self, value: Any) -> frozenset[str]:
         return frozenset[str]().union(*(self._origins.get(_key(tensor), ()) for tensor in _metas(value)))
@@ -223,11 +204,6 @@ _WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
 def _key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; meta tensors have no addresses that could tell them apart."""
     return tensor.untyped_storage()._cdata
-
-
-def _keeps_data(target: Any, source: Any = None, *_: Any) -> bool:
-    """Return whether a tensor with data would be overwritten with one without."""
-    return isinstance(source, Tensor) and source.is_meta and not target.is_meta
 
 
 def _metas(value: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.types import ParamMeta, dtype_name
@@ -36,17 +36,8 @@ def memory_of(block: Block, parts: Iterable[tuple[Block, Tensor]]) -> Tensor | N
 
 
 def part_of(tensor: Tensor, block: Block) -> Tensor | None:
-    """Return the memory of a block of a full tensor, or of a `Sliced`: a view; None where it is not there.
-
-    Raises:
-        ConfigError: ``tensor`` is a view of a `Sliced`.
-    """
-    if not isinstance(tensor, Sliced):
-        return tensor[block.within(Block.whole(tensor.shape))]
-    region = tensor._region
-    if region.shape != tensor.meta.shape or not region.is_contiguous():
-        raise ConfigError(f"a view of {tensor.meta.name!r} was used in place of the full tensor")
-    return memory_of(block, tensor.parts)
+    """Return the memory of a block of a full tensor, or of a full `Sliced`: a view; None where it is not there."""
+    return memory_of(block, tensor.parts if isinstance(tensor, Sliced) else [(Block.whole(tensor.shape), tensor)])
 
 
 @final
@@ -81,8 +72,9 @@ class Sliced(Tensor):
         """
         every = Block.whole(meta.shape)
         for block, data in parts:
-            fits = len(block.start) == len(meta.shape) and every.contains(block) and tuple(data.shape) == block.shape
-            if not fits or (data.dtype, data.device) != (meta.dtype, parts[0][1].device):
+            fits = len(block.start) == data.dim() == len(meta.shape) and every.contains(block)
+            like = block.shape, meta.dtype, parts[0][1].device
+            if not fits or (tuple(data.shape), data.dtype, data.device) != like:
                 raise ConfigError(
                     f"a part of {meta} is {dtype_name(data.dtype)} {list(data.shape)} on {data.device}, for {block}",
                     expected="the block's shape, within the tensor, and one dtype and device",
@@ -91,19 +83,14 @@ class Sliced(Tensor):
 
     @staticmethod
     def cut(name: str, tensor: Tensor, blocks: Sequence[Block], into: Sliced | None = None) -> Sliced:
-        """Return copies of some blocks of a full tensor, in memory of their own or in the parts of ``into``.
-
-        Raises:
-            ConfigError: a block lies in no part of ``into``.
-        """
+        """Return copies of some blocks of a full tensor, in memory of their own or in the parts of ``into``."""
+        cut = [(block, tensor[block.within(Block.whole(tensor.shape))]) for block in blocks]
         if into is None:
-            parts = [(block, tensor[block.within(Block.whole(tensor.shape))].clone()) for block in blocks]
-            return Sliced.of(ParamMeta.of(name, tensor), parts)
-        for block in blocks:
-            target = part_of(into, block)
-            if target is None:
-                raise ConfigError(f"{block} of {name!r} lies outside the blocks that may be filled")
-            target.copy_(tensor[block.within(Block.whole(tensor.shape))])
+            return Sliced.of(ParamMeta.of(name, tensor), [(block, data.clone()) for block, data in cut])
+        for block, data in cut:
+            part = part_of(into, block)
+            assert part is not None, f"{block} of {name!r} lies outside the blocks that may be filled"
+            part.copy_(data)
         return into
 
     def read(self) -> Tensor:
@@ -115,17 +102,16 @@ class Sliced(Tensor):
         view = View.seen(self._region)
         if not view.numel:
             return torch.empty(view.sizes, dtype=self.meta.dtype, device=self.device)
-        walk = view.walk(self.meta.shape)
-        for block, data in self.parts:
-            if walk is not None and block.contains(walk.block):
-                return walk.of(data, block)
-        around = Block.whole(self.meta.shape) if walk is None else walk.block
-        cut = view.of if walk is None else partial(walk.of, block=around)
+        walk, around, cut = view.walk(self.meta.shape), Block.whole(self.meta.shape), view.of
+        if walk is not None:
+            around, cut = walk.block, partial(walk.of, block=walk.block)
+            for block, data in self.parts:
+                if block.contains(around):
+                    return walk.of(data, block)
         found = torch.empty(around.shape, dtype=self.meta.dtype, device=self.device)
         there = torch.zeros(around.shape, dtype=torch.bool, device=self.device)
         for block, data in self.parts:
-            common = around.meet(block)
-            if common is not None:
+            if (common := around.meet(block)) is not None:
                 found[common.within(around)] = data[common.within(block)]
                 there[common.within(around)] = True
         lost = view.positions(cut(there).reshape(-1).logical_not().nonzero().squeeze(1))
@@ -149,12 +135,8 @@ class Sliced(Tensor):
         walk = view.walk(self.meta.shape)
         if walk is None or not walk.straight or any(block.contains(walk.block) for block, _ in self.parts):
             return change(self.read())
-        parts = []
-        for block, data in self.parts:
-            found = walk.restrict(block)
-            if found is not None:
-                own, inner = found
-                parts.append((own, change(inner.of(data, block))))
+        cuts = [(walk.restrict(block), block, data) for block, data in self.parts]
+        parts = [(cut[0], change(cut[1].of(data, block))) for cut, block, data in cuts if cut is not None]
         if not parts:
             raise self._lost(walk.block)
         return Sliced.of(ParamMeta(self.meta.name, parts[0][1].dtype, view.sizes), parts)
@@ -167,40 +149,35 @@ class Sliced(Tensor):
         kwargs = kwargs or {}
         if func._can_decompose():  # in inference mode what is made of other operators comes as one
             return func.decompose(*args, **kwargs)
-        first = args[0] if args else None
-        written = [
-            args[index]
-            for index, argument in enumerate(func._schema.arguments)
-            if index < len(args) and argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if any(isinstance(one, Sliced) for one in written) or isinstance(kwargs.get("out"), Sliced):
+        given = zip(args, func._schema.arguments, strict=False)
+        written = [one for one, own in given if own.alias_info is not None and own.alias_info.is_write]
+        if any(isinstance(one, Sliced) for one in (*written, kwargs.get("out"))):
             raise ConfigError(f"{func} would write into a tensor that came in slices", state="nothing was written")
         if func.overloadpacket is torch.ops.aten.is_pinned:
             return False
+        first = args[0] if args else None
         target = written[0] if written else first
         to_nowhere = torch.device(kwargs.get("device") or "cpu").type == "meta"
+        unread = partial(tree_map_only, Sliced, lambda one: one._region)
         if to_nowhere or (isinstance(target, Tensor) and target.is_meta):
-            return func(*_unread(args), **_unread(kwargs))
-        if isinstance(first, Sliced):
-            if _is_view(func):
-                return first._viewed(func(*_unread(args), **_unread(kwargs)), func, args, kwargs)
-            if func.overloadpacket in _CASTS:
-                return first._apart(lambda data: func(data, *args[1:], **kwargs))
-        return func(*_read(args), **_read(kwargs))
-
-    def _viewed(self, region: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        memory = self._region.untyped_storage()._cdata
-        for one in tree_flatten(region)[0]:
-            seen_otherwise = one.dtype != self.meta.dtype or one.is_conj() or one.is_neg()
-            if seen_otherwise or one.untyped_storage()._cdata != memory:
-                return func(*_read(args), **_read(kwargs))
-        return tree_map_only(Tensor, lambda one: _sliced(self.meta, self.parts, one), region)
+            return func(*unread(args), **unread(kwargs))
+        if isinstance(first, Sliced) and _is_view(func):
+            region, memory = func(*unread(args), **unread(kwargs)), first._region.untyped_storage()._cdata
+            same = (
+                one.dtype == first.meta.dtype
+                and not (one.is_conj() or one.is_neg())
+                and one.untyped_storage()._cdata == memory
+                for one in tree_leaves(region)
+            )
+            if all(same):
+                return tree_map_only(Tensor, lambda one: _sliced(first.meta, first.parts, one), region)
+        elif isinstance(first, Sliced) and func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.clone):
+            return first._apart(lambda data: func(data, *args[1:], **kwargs))
+        read = partial(tree_map_only, Sliced, lambda one: one.read())
+        return func(*read(args), **read(kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own would read the values
         return f"Sliced({self.meta}, {list(self.shape)} of {', '.join(str(own) for own, _ in self.parts)})"
-
-
-_CASTS = {torch.ops.aten._to_copy, torch.ops.aten.clone}
 
 
 def _sliced(meta: ParamMeta, parts: tuple[tuple[Block, Tensor], ...], region: Tensor) -> Sliced:
@@ -221,12 +198,3 @@ def _is_view(func: Any) -> bool:
         return True
     returns = [one.alias_info for one in func._schema.returns]
     return bool(returns) and all(info is not None and not info.is_write for info in returns)
-
-
-def _unread(value: Any) -> Any:
-    """Return arguments with tensors without data in the place of sliced ones."""
-    return tree_map_only(Sliced, lambda one: one._region, value)
-
-
-def _read(value: Any) -> Any:
-    return tree_map_only(Sliced, lambda one: one.read(), value)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError, why
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group
 from torchrl_ext.data.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.data.sharded.plan import MemberPlan, Transfer
 from torchrl_ext.data.transports.buckets import BufferPool, as_bytes, copy_each, is_plain

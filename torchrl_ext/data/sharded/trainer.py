@@ -15,9 +15,7 @@ import xxhash
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
 from torchrl_ext.base.types import Info, ParamMeta, dtype_name
-from torchrl_ext.data.group import handoffs
-from torchrl_ext.data.group.meeting import Membership
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group, GroupOffer, Member
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks
 from torchrl_ext.data.sharded.plan import (
     Blocks,
@@ -65,7 +63,7 @@ class ShardedTrainer:
         bucket_bytes: the most that a rank sends, or a worker gets from the trainer, in one round.
     """
 
-    def __init__(self, member: Membership, ranks: Callable[[], TrainerRanks], bucket_bytes: int) -> None:
+    def __init__(self, member: Member, ranks: Callable[[], TrainerRanks], bucket_bytes: int) -> None:
         self.member, self._ranks, self._bucket_bytes = member, ranks, bucket_bytes
         self._pool = BufferPool(member.device)
         self._own: MemberPlan | None = None  # this rank's part of the last plan
@@ -79,21 +77,19 @@ class ShardedTrainer:
 
     # rank 0
 
-    def host(self, room: str, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
-        """Form the group with the other ranks and the workers in ``room``, and read what each worker needs.
+    def host(self, offer: GroupOffer, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+        """Form the group with the other ranks and the workers that were offered it, and read what each worker needs.
 
         Raises:
-            DeadlineError, ConfigError, TransportError: as `Membership.host`.
+            DeadlineError, ConfigError, TransportError: as `Member.host`.
             TransportError: the needs of a worker are missing or malformed.
         """
-        self.member.under(within)
-        notes, size, session = self.member.notes(room), self._ranks().size, self._ranks().session
-        session.order("enter", room=room, workers=workers, address=notes.host, port=notes.port, secret=notes.secret)
-        self.member.host(room, workers + size, params)
+        session = self._ranks().session
+        session.order("enter", workers=workers, offer=offer.to_json())
+        group = self.member.host(offer.members, params, within)
         session.answers()
-        group = self.member.carrier()
         group.workers = range(1, 1 + workers)  # other trainer ranks come behind
-        needs = group.notes.collect(f"{group.generation}/needs/", group.workers, within.again())
+        needs = group.store.collect("needs/", group.workers, within.again())
         silent = [rank for rank in group.workers if rank not in needs]
         if silent:
             raise TransportError(
@@ -102,20 +98,20 @@ class ShardedTrainer:
         self._needs = [unpacked(needs[rank], Needs, f"{group.call([rank])} sent needs") for rank in group.workers]
         self._params, self._plan = params, None
 
-    def prepare(self, update: Update) -> Handoff:
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
         """Plan what all ranks hold now, unless the last plan is still good.
 
         Raises:
             ManifestError: ranks disagree on parameters, or nobody holds an element; named.
         """
-        group, held = self.member.carrier(), _KeptTensor.of(update.source)
+        group, held = self.member.group(within), _KeptTensor.of(update.source)
         plan, sender = self._planned(group, held), self._sender(group, held)
         self._handoffs += 1
-        load = ShardedLoad(group=group.generation, handoff=self._handoffs, plan=plan.digest)
+        load = ShardedLoad(handoff=self._handoffs, plan=plan.digest)
         stats = TransferStats(bytes=0)  # until something is sent
 
         def transfer(within: Deadline) -> None:
-            self.member.under(within)
+            group.stop = within.stop
             began = time.perf_counter()
             self._send(group, sender, load.handoff, update.version, stats)
             stats.spans.since("transfer", began)
@@ -140,8 +136,8 @@ class ShardedTrainer:
             self._plan = None
             needed = [needs.of(held.params, self._params) for needs in self._needs]
             plan = make_plan(held.params, shares, needed, bucket_bytes=self._bucket_bytes)
-            group.notes.drop(f"{group.generation}/needs/")
-            group.notes.put(f"{group.generation}/shares", Shares.of(shares, needed, self._bucket_bytes).to_json())
+            group.store.drop("needs/")
+            group.store.set("shares", Shares.of(shares, needed, self._bucket_bytes).to_json())
             session.ask("plan", digest=plan.digest)
             self._own, self._shares, self._plan = plan.member(0), shares, plan
         return plan
@@ -152,15 +148,16 @@ class ShardedTrainer:
         try:
             session.order("send")
             sent = [sender.send()]
-            received = handoffs.await_workers(group, handoff)
+            received = group.await_workers(handoff)
             sent += [answer["sent"] for answer in session.answers()]
         except BaseException as error:
+            failure = error
+            if isinstance(error, WeightSyncError):
+                failure = group.sending_failed(handoff, version, error)
             group.sever(why(error))
             with suppress(TransportError, DeadlineError):  # of a broken group, as all ranks see it
                 session.answers(Deadline(_LAST_WORDS_S))
-            if isinstance(error, WeightSyncError):
-                raise handoffs.sending_failed(group, handoff, version, error) from error
-            raise
+            raise failure from error
         stats.worker_bytes, stats.rank_bytes = tuple(received.values()), tuple(sent)
 
     # the other ranks
@@ -173,13 +170,13 @@ class ShardedTrainer:
         return {"enter": self._enter, "describe": describe, "plan": self._take_plan, "send": self._send_own}
 
     def _enter(self, order: Info) -> None:
-        before = self.member
+        before, offer = self.member, GroupOffer.from_json(order["offer"], "an order of trainer rank 0")
         before.close()
         how: dict[str, Any] = {"device": before.device, "backend": before.backend, "timeout_s": before.timeout_s}
-        self.member = Membership(order["address"], order["port"], order["secret"], **how)
-        workers, ranks = order["workers"], self._ranks()
-        self.member.enter(order["room"], group_rank(ranks.rank, workers), workers + ranks.size, ())
-        self.member.carrier().workers = range(1, 1 + workers)
+        self.member = Member(offer.master_address, offer.master_port, offer.secret, **how)
+        workers, rank = order["workers"], self._ranks().rank
+        group = self.member.enter(group_rank(rank, workers), offer.members, (), Deadline(before.timeout_s))
+        group.workers = range(1, 1 + workers)
 
     def _describe(self, source: WeightSource, order: Info) -> Info:
         """Answer with the share of this rank, unless rank 0 has it; or with its parameters, if rank 0 has others."""
@@ -191,10 +188,13 @@ class ShardedTrainer:
 
     def _take_plan(self, order: Info) -> None:
         assert self._held is not None  # rank 0 asks for it first
-        self._own = read_plan(self.member.carrier(), order["digest"], self._held.params, self.member.timeout_s)
+        self._own = read_plan(self._group(), order["digest"], self._held.params, self.member.timeout_s)
 
     def _send_own(self, order: Info) -> Info:
-        return {"sent": self._sender(self.member.carrier(), self._held).send()}
+        return {"sent": self._sender(self._group(), self._held).send()}
+
+    def _group(self) -> Group:
+        return self.member.group(Deadline(self.member.timeout_s))
 
     def _sender(self, group: Group, held: _KeptTensor | None) -> RoundSender:
         assert held is not None and self._own is not None  # rank 0 orders "describe" and "plan" first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,12 +11,11 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
-from torchrl_ext.data.group.handoffs import GroupMailbox
-from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Membership
+from torchrl_ext.data.group.group import GroupOffer, Member
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.sharded.trainer import ShardedTrainer
 from torchrl_ext.data.sharded.worker import ShardedWorker
-from torchrl_ext.data.transports.base import Handoff, Update, Worker
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, Update, Worker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.source import WeightSource
 
@@ -62,9 +60,7 @@ class ShardedTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "sharded"
-    carries_digests: ClassVar[bool] = True
-    slices: ClassVar[bool] = True
-    gathers: ClassVar[bool] = False  # each rank sends what it holds
+    abilities: ClassVar[Abilities] = Abilities(digests=True, slices=True, gathers=False)
 
     def __init__(
         self,
@@ -90,7 +86,7 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        member = Membership(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
+        member = Member(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
         self._workers, self._number = workers, worker
         self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)
         self._worker = ShardedWorker(member)
@@ -110,11 +106,11 @@ class ShardedTransport(StandaloneTransport):
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         within = self._within = Deadline(self.timeout_s, "the other ranks")
         if self._number is not None:
-            self._worker.enter(STANDALONE_GROUP, 1 + self._number, None, params, within)
+            self._worker.enter(1 + self._number, None, params, within)
             self._end = self._worker
         elif self.ranks.drives:
             with self.ranks.leading():
-                self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params, within)
+                self._open(self._standalone_workers(), params, private=False).transfer(within)
         else:
             forever = Deadline(float("inf"), stop=within.stop)
             self.ranks.following(lambda: self._trainer.steps(None), forever)
@@ -126,14 +122,13 @@ class ShardedTransport(StandaloneTransport):
             TransportError: this is not trainer rank 0, or the port is taken.
         """
         self._require_driver("open")
-        room = f"room/{uuid.uuid4().hex}"
-        if workers == 0:
-            if self.check_connection():
-                return Handoff()
-            room, workers = STANDALONE_GROUP, self._standalone_workers()
-        self._trainer.member.under(within)
-        offer = self._trainer.member.invite(room, workers + self.ranks.size)
-        return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within))
+        if workers == 0 and self.check_connection():
+            return Handoff()
+        return self._open(workers or self._standalone_workers(), params, private=workers > 0)
+
+    def _open(self, workers: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
+        offer = self._trainer.member.open(workers + self.ranks.size, private=private)
+        return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(offer, workers, params, within))
 
     def _standalone_workers(self) -> int:
         if self._workers is None:
@@ -151,15 +146,14 @@ class ShardedTransport(StandaloneTransport):
         """
         offer = GroupOffer.from_json(info, "the offer of a sharded transport")
         worker = ShardedWorker(offer.member(), here.slices, here.whole)
-        worker.enter(offer.room, here.rank, offer.members, here.params, within)
+        worker.enter(here.rank, offer.members, here.params, within)
         return worker
 
     # an update
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_driver("send_weights")
-        self._trainer.member.under(within)
-        return self._trainer.prepare(update)
+        return self._trainer.prepare(update, within)
 
     def rank_steps(self, source: WeightSource) -> Steps:
         return self._trainer.steps(source)
@@ -167,18 +161,16 @@ class ShardedTransport(StandaloneTransport):
     def attend(self, within: Deadline) -> ShardedWorker:
         if self._number is None:
             raise TransportError("this is the end of a trainer rank, which sends", expected="a worker: give worker=")
-        self._worker.member.carrier()
+        self._worker.member.group(within)
         return self._worker
 
-    @property
-    def mailbox(self) -> GroupMailbox:
-        return GroupMailbox(self._trainer.member) if self._number is None else self._worker
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        self._trainer.member.group(within).announce(arrival)
 
     def check_connection(self) -> bool:
         return self._trainer.member.connected
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def close(self) -> None:
         self._trainer.member.close()
 
     def _require_driver(self, what: str) -> None:

@@ -11,9 +11,7 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
-from torchrl_ext.data.group.meeting import Membership
-from torchrl_ext.data.group.process_group import Group
+from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
 from torchrl_ext.data.sharded.plan import Blocks, MemberPlan, Shares, packed
 from torchrl_ext.data.sharded.rounds import RoundReceiver
 from torchrl_ext.data.transports.base import Arrival
@@ -76,10 +74,10 @@ def read_plan(group: Group, digest: str, params: Sequence[ParamMeta], timeout_s:
     Raises:
         TransportError, ConfigError: the shares are not there, or malformed; or rank 0 made another plan of them.
     """
-    notes = list(group.notes.wait(f"{group.generation}/shares", Deadline(timeout_s, stop=group.stop)))
-    if not notes:
+    note = group.store.find("shares", Deadline(timeout_s, stop=group.stop))
+    if note is None:
         raise TransportError(f"{group.call([0])} left no shares of a transfer plan", state="nothing was moved")
-    plan = Shares.from_json(notes[0], f"the shares that {group.call([0])} left").plan(params)
+    plan = Shares.from_json(note, f"the shares that {group.call([0])} left").plan(params)
     if plan.digest != digest:  # gloo ends the whole process where a message has another size at its two ends
         raise TransportError(
             f"{group.call([0])} made another transfer plan than {group.call([group.rank])} of the same shares",
@@ -104,7 +102,7 @@ class ShardedWorker(GroupWorker):
 
     def __init__(
         self,
-        member: Membership,
+        member: Member,
         slices: Mapping[str, tuple[Block, ...]] | None = None,
         whole: Mapping[str, str] | None = None,
     ) -> None:
@@ -114,24 +112,23 @@ class ShardedWorker(GroupWorker):
         self._plan: MemberPlan | None = None
         self._digest = ""  # of the plan
 
-    def enter(self, room: str, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
-        """Join the group that trainer rank 0 forms in ``room``, and leave a note of the needs of this worker.
+    def enter(self, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+        """Join the group that trainer rank 0 forms, and leave a note of the needs of this worker.
 
         Args:
-            room: where the members meet.
             rank: of this worker in the group.
             members: how many there are; None leaves that to the trainer.
             params: of the model; without a control layer the trainer has to agree on them.
             within: deadline of each wait.
 
         Raises:
-            DeadlineError, ConfigError, ManifestError: as `Membership.enter`.
+            DeadlineError, ConfigError, ManifestError: as `Member.enter`.
         """
-        self.member.under(within)
-        self.member.enter(room, rank, members, params if members is None else ())
-        group, self._plan = self.member.carrier(), None
+        alone = members is None  # without a control layer
+        group = self.member.enter(rank, members, params if alone else (), within, again=alone)
+        self._plan = None
         share = Blocks.of_blocks(map(self._needed, params)) if self._slices else None
-        group.notes.put(f"{group.generation}/needs/{group.rank}", packed(Needs(share, dict(self._whole))))
+        group.store.set(f"needs/{group.rank}", packed(Needs(share, dict(self._whole))))
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self._slices.get(meta.name, (Block.whole(meta.shape),))

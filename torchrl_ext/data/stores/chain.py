@@ -5,7 +5,7 @@
     weight_v000001/manifest.json    its last file: a directory without one is not a version
     weight_v000002/                 delta on 1
     weight_v000003/                 delta on 2
-    weight_v000004/                 full (a keyframe), and in delta/ the delta on 3
+    weight_v000004/                 full (a keyframe), and the delta on 3
 
 A reader that follows reads one delta per version, keyframes or not; one that joins reads the newest keyframe and the
 deltas after it. Nothing is ever rewritten in place. A reader that has a version's files open may read on while it is
@@ -18,14 +18,20 @@ version counts, which is as good: its manifest was put last, and nobody removes 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
 
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import label_number
-from torchrl_ext.data.stores.folders import RunVersion, Version, read_version, version_name, version_number
-from torchrl_ext.data.stores.manifest import MANIFEST, DeltaManifest, Manifest
+from torchrl_ext.data.stores.manifest import (
+    LARGEST,
+    MANIFEST,
+    DeltaManifest,
+    Manifest,
+    RunVersion,
+    version_name,
+    version_number,
+)  # fmt: skip
 from torchrl_ext.data.stores.store import Store
 
 __all__ = ["Chain", "Route"]
@@ -44,7 +50,7 @@ class Route:
         start: the version to start from, which the reader holds: number 0 is its base checkpoint. None at a keyframe.
         keyframe: the full version to start from.
         deltas: the deltas to apply, in order, each with the folder of its files.
-        nbytes: bytes of all payload files on the route.
+        nbytes: bytes of all files on the route but manifests.
     """
 
     start: RunVersion | None
@@ -67,10 +73,9 @@ class Chain:
 
     def __init__(self, store: Store, run_id: str = "") -> None:
         self.store, self.run_id = store, run_id
-        self.known: dict[int, Version] = {}
+        self.known: dict[int, Manifest] = {}
         self._keyframes: dict[int, bool] = {}
         self._published, self._seen = 0, ""
-        self._told = False
 
     # which versions there are
 
@@ -98,7 +103,7 @@ class Chain:
         run, number = self._pointed()
         while number and (newer := self._newer(number)):
             with suppress(FileNotFoundError):  # removed meanwhile: a newer one is there
-                return read_version(self.store, newer).run_id, newer
+                return self._read(newer).run_id, newer
         return run, number
 
     def own(self) -> bool:
@@ -143,7 +148,7 @@ class Chain:
             self._keyframes[version] = keyframe
 
     def _pointed(self) -> RunVersion:
-        """Return run and number of the version that the pointer names; ("", 0) where there is none."""
+        """Return run and number of the version that the pointer names; ("", 0) where it names none."""
         try:
             text = self.store.get(_LATEST, at_most=_LONGEST)
         except FileNotFoundError:
@@ -155,11 +160,8 @@ class Chain:
                 expected="a version number, and the run that published it",
                 hint="write the newest version's number into it",
             )
-        number = label_number(word)
-        if word and number is None and not self._told:  # no version is called so; the next one replaces it
-            self._told = True
-            log.warning("the pointer %r in %s is ignored: no version has the number %r", _LATEST, self.store.url, word)
-        return run if number else "", number or 0  # it is empty while somebody copies the root
+        number = label_number(word) or 0  # it is empty while somebody copies the root, or longer than any number
+        return run if number else "", number
 
     def _newer(self, than: int) -> int:
         """Return the newest complete version after ``than`` in a store without locks, where it may be unnamed; or 0."""
@@ -172,16 +174,24 @@ class Chain:
 
     # what one of them is
 
-    def version(self, number: int) -> Version:
-        """Return a version, read from the store where it is not known yet.
+    def version(self, number: int) -> Manifest:
+        """Return the manifest of a version, read from the store where it is not known yet.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
             IntegrityError: its manifest is damaged, or says that it is another version.
         """
         if number not in self.known:
-            self.known[number] = read_version(self.store, number)
+            self.known[number] = self._read(number)
         return self.known[number]
+
+    def _read(self, number: int) -> Manifest:
+        key = f"{version_name(number)}/{MANIFEST}"
+        where = f"{self.store.url}/{key}"
+        found = Manifest.from_bytes(self.store.get(key, at_most=LARGEST), where)
+        if found.version != number:
+            raise IntegrityError(f"{where} says that it is version {found.version}")
+        return found
 
     # how to get to one
 
@@ -197,63 +207,54 @@ class Chain:
             FileNotFoundError: ``target`` is not there (any more).
             IntegrityError: a link is missing, and neither a keyframe nor the version held lies after it; names it.
         """
-        deltas: list[tuple[str, DeltaManifest]] = []
-        best: tuple[int, RunVersion | None, Manifest | None, int] | None = (
-            None  # bytes, two starts, how many of the deltas
-        )
-        number, nbytes = target, 0
-        while True:
-            base_run = deltas[-1][1].base_run_id if deltas else ""
-            if held is not None and number == held[1]:
-                if not base_run and number:
-                    with suppress(FileNotFoundError, IntegrityError):  # where it can still be found out
-                        base_run = self.version(number).run_id
-                if base_run in ("", held[0]):
-                    if best is None or nbytes < best[0]:
-                        best = nbytes, held, None, len(deltas)
-                    break
-            if based and deltas and not number and best is None:
-                best = nbytes, (base_run, 0), None, len(deltas)
+        here = self.version(target)
+        number, run, nbytes, best = target, here.run_id, 0, None
+        deltas: list[tuple[str, DeltaManifest]] = []  # from the target back
+
+        def begin(start: RunVersion | None, keyframe: Manifest | None, nbytes: int) -> Route:
+            return Route(start=start, keyframe=keyframe, deltas=tuple(reversed(deltas)), nbytes=nbytes)
+
+        while best is None or nbytes <= best.nbytes:  # the way back to what is held, past the newest keyframe
+            if held == (run, number):
+                return begin(held, None, nbytes)
+            if best is not None and (held is None or number <= held[1]):
+                break
+            if not number:
+                best = begin((run, 0), None, nbytes) if based and best is None else best
                 break
             try:
-                version = self.version(number)
+                here = self.version(number)
+                if here.run_id != run:
+                    raise IntegrityError(
+                        f"version {deltas[-1][1].version} in {self.store.url} is a delta on version {number} of run "
+                        f"{run!r}",
+                        expected=f"run {here.run_id!r}, which published version {number} there",
+                        state="nothing was read",
+                        hint="let the trainer publish a keyframe",
+                    )
             except FileNotFoundError:
-                if not deltas:
-                    raise
                 break
             except IntegrityError:
-                if best is not None:  # what lies below the keyframe need not be right
-                    break
-                raise
-            if deltas and deltas[-1][1].base_run_id != version.run_id:
-                if best is not None:
-                    break
-                raise IntegrityError(
-                    f"version {deltas[-1][1].version} in {self.store.url} is a delta on version {number} of run "
-                    f"{deltas[-1][1].base_run_id!r}",
-                    expected=f"run {version.run_id!r}, which published version {number} there",
-                    state="nothing was read",
-                    hint="let the trainer publish a keyframe",
-                )
-            if version.full is not None and best is None:
-                best = nbytes + sum(version.full.files.values()), None, version.full, len(deltas)
-            if version.delta is None or (best is not None and (held is None or number <= held[1])):
+                if best is None:
+                    raise
+                break  # what lies below a keyframe need not be right
+            if here.full is not None and best is None:
+                best = begin(None, here, nbytes + here.full_bytes)
+            if here.delta is None:
                 break
-            deltas.append((version.folder, version.delta))
-            number, nbytes = version.delta.base_version, nbytes + sum(version.delta.files.values())
-            if best is not None and nbytes > best[0]:
-                break  # a longer route takes no fewer bytes
+            deltas.append((version_name(number), here.delta))
+            number, run = here.delta.base_version, here.delta.base_run_id
+            nbytes += sum(here.delta.files.values())
         if best is None:
             raise IntegrityError(
                 f"version {target} in {self.store.url} cannot be reached: {version_name(number)}, the base of version "
-                f"{deltas[-1][1].version if deltas else target}, is missing",
+                f"{deltas[-1][1].version}, is missing",
                 expected="a keyframe, or deltas from the version that the reader holds"
                 + (f" ({held[1]})" if held is not None else ""),
                 state="nothing was read",
                 hint="wait for the next keyframe, or let the trainer publish one",
             )
-        nbytes, start, keyframe, count = best
-        return Route(start=start, keyframe=keyframe, deltas=tuple(reversed(deltas[:count])), nbytes=nbytes)
+        return best
 
     # what may go
 
@@ -270,8 +271,7 @@ class Chain:
         for number in reversed(numbers):
             if number not in self._keyframes:
                 with suppress(FileNotFoundError, IntegrityError):
-                    self._keyframes[number] = self.version(number).full is not None
-                    del self.known[number]  # a long chain's manifests are not kept for this
+                    self._keyframes[number] = self._read(number).full is not None
             keyframes += self._keyframes.get(number, False)
             if keyframes >= keep_keyframes:
                 return self.prune(before=number, numbers=numbers)
@@ -292,7 +292,7 @@ class Chain:
         except StoreError as error:
             log.warning("old weights versions stay: %s", error)
             return []
-        older = numbers[: bisect_left(numbers, before)]
+        older = [number for number in numbers if number < before]
         for number in older:
             self.known.pop(number, None)
             self._keyframes.pop(number, None)

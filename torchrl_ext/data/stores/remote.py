@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar, TypeVar, final
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
+from torchrl_ext.base.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.base.files import OpenFile
 from torchrl_ext.data.stores.manifest import MANIFEST
-from torchrl_ext.data.stores.store import Draft, Store, checked_key
+from torchrl_ext.data.stores.store import Draft, Store, checked_key, taken
 
 __all__ = ["RemoteStore"]
 
@@ -55,20 +55,16 @@ class _RemoteDraft(Draft):
         self.created: list[str] = []  # keys that are removed where the block fails
 
     def write(self, name: str, data: bytes) -> None:
-        self.upload()
-        self._create(name, data)
-
-    def upload(self) -> None:
         for path in sorted(self.path.iterdir()):
             self._create(path.name, path.read_bytes())
             path.unlink()
+        if name == MANIFEST:  # readers may see the version from here on
+            self.created.clear()
+        self._create(name, data)
 
     def _create(self, name: str, data: bytes) -> None:
-        key, last = f"{self._folder}/{name}", name == MANIFEST
-        if last:  # readers may see the version from here on
-            self.created.clear()
-        self._store.create(key, data)
-        if not last:
+        self._store.create(key := f"{self._folder}/{name}", data)
+        if name != MANIFEST:
             self.created.append(key)
 
 
@@ -114,9 +110,7 @@ class RemoteStore(Store):
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
         if self.list(folder):
-            raise StoreError(
-                f"{self.url}/{folder} exists already", state="nothing was written", hint="pick the next version number"
-            )
+            raise taken(f"{self.url}/{folder}")
         with TemporaryDirectory(prefix="torchrl-ext-") as path:
             draft = _RemoteDraft(self, folder, path)
             try:
@@ -137,19 +131,19 @@ class RemoteStore(Store):
 
         self._call("remove", key, remove)
 
+    def open(self, key: str) -> OpenFile:
+        return _RemoteFile(self, key, self._call("look for", key, self._fs.info)["size"])
+
     def get(self, key: str, at_most: int | None = None) -> bytes:
-        if at_most is not None and (size := self.open(key).nbytes) > at_most:
-            raise IntegrityError(f"{self.url}/{key} has {size:,} bytes", expected=f"at most {at_most:,}")
-        return self._call("read", key, self._fs.cat_file)
+        if at_most is not None:
+            self.open(key).at_most(at_most)
+        return self._call("read", key, self._fs.cat_file)  # as it is at one time: it may be replaced
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         firsts, ends = [first for first, _ in spans], [first + nbytes for first, nbytes in spans]
         return self._call(
             "read", key, lambda path: self._fs.cat_ranges([path] * len(spans), firsts, ends, on_error="raise")
         )
-
-    def open(self, key: str) -> OpenFile:
-        return _RemoteFile(self, key, self._call("look for", key, self._fs.info)["size"])
 
     def list(self, folder: str = "") -> list[str]:
         try:

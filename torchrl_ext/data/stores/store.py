@@ -6,11 +6,11 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, final
 
-from torchrl_ext.base.errors import IntegrityError, StoreError
+from torchrl_ext.base.errors import StoreError
 from torchrl_ext.base.files import OpenFile
 
 __all__ = ["Draft", "MemoryStore", "Store", "checked_key"]
@@ -37,7 +37,7 @@ class Draft(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write one file durably, after all earlier files; a ``/`` in its name creates a folder."""
+        """Write one file durably, after all earlier files."""
 
 
 class Store(ABC):
@@ -71,6 +71,15 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def open(self, key: str) -> OpenFile:
+        """Open a value, to read parts of it; the caller closes it.
+
+        Raises:
+            FileNotFoundError: the key does not exist, or no longer exists.
+            IntegrityError: the key is not a value (a pipe, a device, a link out of the store).
+            StoreError: it cannot be read.
+        """
+
     def get(self, key: str, at_most: int | None = None) -> bytes:
         """Return the value of a key.
 
@@ -79,32 +88,23 @@ class Store(ABC):
             at_most: largest accepted size of the value, in bytes; a longer value is not read.
 
         Raises:
-            FileNotFoundError: the key does not exist, or no longer exists.
-            IntegrityError: the key is not a value (a pipe, a device, a link out of the store), or the value is too
-                long.
-            StoreError: it cannot be read.
+            FileNotFoundError, IntegrityError, StoreError: as `open`; IntegrityError also where it is too long.
         """
+        with closing(self.open(key)) as file:
+            return file.read(0, file.at_most(at_most))
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return parts of a value, if possible without reading the rest.
+        """Return parts of a value, without reading the rest.
 
         Args:
             key: its name.
             spans: first byte and number of bytes of each; a span that exceeds the value is cut.
 
         Raises:
-            FileNotFoundError, IntegrityError, StoreError: as `get`.
+            FileNotFoundError, IntegrityError, StoreError: as `open`.
         """
-        data = self.get(key)
-        return [data[first : first + nbytes] for first, nbytes in spans]
-
-    def open(self, key: str) -> OpenFile:
-        """Open a value, to read parts of it; the caller closes it.
-
-        Raises:
-            FileNotFoundError, IntegrityError, StoreError: as `get`.
-        """
-        return _InMemory(f"{self.url}/{key}", self.get(key))
+        with closing(self.open(key)) as file:
+            return [file.read(first, nbytes) for first, nbytes in spans]
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
@@ -177,8 +177,13 @@ def checked_key(key: str) -> str:
     return key
 
 
+def taken(folder: str) -> StoreError:
+    """Return the error for a draft of a folder that is there."""
+    return StoreError(f"{folder} exists already", state="nothing was written", hint="pick the next version number")
+
+
 class _InMemory(OpenFile):
-    """A value that was read at once."""
+    """A value of a `MemoryStore`."""
 
     def __init__(self, path: str, data: bytes) -> None:
         self.path, self.nbytes, self._data = path, len(data), data
@@ -199,6 +204,7 @@ class _MemoryDraft(Draft):
         self.files[checked_key(name)] = bytes(data)
 
 
+@final
 class MemoryStore(Store):
     """A store in a dictionary; it ends with the object, and other processes cannot see it."""
 
@@ -209,14 +215,11 @@ class MemoryStore(Store):
     def put(self, key: str, data: bytes) -> None:
         self._values[checked_key(key)] = data
 
-    def get(self, key: str, at_most: int | None = None) -> bytes:
+    def open(self, key: str) -> OpenFile:
         try:
-            data = self._values[checked_key(key)]
+            return _InMemory(f"{self.url}/{key}", self._values[checked_key(key)])
         except KeyError:
             raise FileNotFoundError(key) from None
-        if at_most is not None and len(data) > at_most:
-            raise IntegrityError(f"{self.url}/{key} has {len(data):,} bytes", expected=f"at most {at_most:,}")
-        return data
 
     def list(self, folder: str = "") -> list[str]:
         prefix = f"{checked_key(folder)}/" if folder else ""
@@ -232,11 +235,7 @@ class MemoryStore(Store):
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
         if self.list(folder):
-            raise StoreError(
-                f"{folder} exists already in {self.url}",
-                state="nothing was written",
-                hint="pick the next version number",
-            )
+            raise taken(f"{folder} in {self.url}")
         draft = _MemoryDraft()
         yield draft
         for name, data in draft.files.items():

@@ -1,14 +1,16 @@
-"""Safetensors files, read and written straight from and to tensor memory.
+"""Safetensors files: their headers, and reading them into tensor memory.
 
 Format: 8 bytes little-endian length of the header, the header (JSON: name -> dtype, shape, data_offsets relative to the
 header's end, and ``__metadata__``), then the tensors' bytes in C order without gaps
 (https://github.com/huggingface/safetensors, README, "Format"). Readers view the bytes in place, so tensors are laid out
 by falling element size, which keeps each of them aligned; the header is padded with spaces to 8 bytes.
+
+The library's own reader maps files into memory: one that is truncated meanwhile would end the process (SIGBUS), and
+nothing of a remote store can be read.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError, WeightSyncError
 from torchrl_ext.base.files import LocalFile, OpenFile
-from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.base.types import Count, ParamMeta, Shape, Wire, described
 from torchrl_ext.data.weights.digests import byte_view
 
 __all__ = ["CHUNK_BYTES", "FORMAT_NAMES", "HEADER_DAMAGE", "Layout", "TensorFile", "parse_header", "plan_shards"]
@@ -35,32 +37,26 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
 _ROW_BYTES = 128  # of a tensor in a header, beside its name and shape; more than there are
+_METADATA = "__metadata__"
 _TORCH_NAMES = {  # in the order of the reference writer, last first
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "I16": "int16",
+    "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+    "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
+}  # fmt: skip
 _DTYPES: dict[str, torch.dtype] = {
     ours: getattr(torch, theirs) for ours, theirs in _TORCH_NAMES.items() if theirs in dir(torch)
 }
 FORMAT_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 """What the format calls a dtype, in the order in which its reference writer lays tensors out, last first."""
+
+
+class _Row(Wire, frozen=True, kw_only=True, gc=False):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Count, Count]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,34 +84,28 @@ class Layout:
         Raises:
             ManifestError: safetensors has no such dtype, or no such name.
         """
-        rows, encode = [b'{"__metadata__":{"format":"pt"}'], msgspec.json.encode
-        at, offsets = 0, {}
+        rows: dict[str, Any] = {_METADATA: {"format": "pt"}}
+        at = 0
         for meta in sorted(params, key=attrgetter("dtype.itemsize"), reverse=True):
             if meta.dtype not in FORMAT_NAMES:
                 raise ManifestError(
                     f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
                 )
-            if meta.name == "__metadata__" or not _is_text(meta.name):
+            if meta.name == _METADATA or meta.name != meta.name.encode(errors="ignore").decode():
                 raise ManifestError(
                     f"a safetensors file cannot hold a tensor called {meta.name!r}",
                     expected="a name in Unicode; __metadata__ is the format's own",
                     hint="rename the tensor, with mapper= for example",
                 )
-            offsets[meta.name], end = at, at + meta.nbytes
-            dtype, shape = FORMAT_NAMES[meta.dtype].encode(), encode(meta.shape)
-            rows.append(
-                b'%b:{"dtype":"%b","shape":%b,"data_offsets":[%d,%d]}' % (encode(meta.name), dtype, shape, at, end)
-            )
+            end = at + meta.nbytes
+            rows[meta.name] = _Row(dtype=FORMAT_NAMES[meta.dtype], shape=meta.shape, data_offsets=(at, end))
             at = end
-        text = b",".join(rows) + b"}"
+        text = msgspec.json.encode(rows)
         text += b" " * (-len(text) % 8)
         begin = 8 + len(text)
-        for held in offsets:
-            offsets[held] += begin
-        return cls(
-            name=name, params=tuple(params), header=len(text).to_bytes(8, "little") + text, offsets=offsets,
-            nbytes=begin + at,
-        )  # fmt: skip
+        offsets = {meta.name: begin + rows[meta.name].data_offsets[0] for meta in params}
+        header = len(text).to_bytes(8, "little") + text
+        return cls(name=name, params=tuple(params), header=header, offsets=offsets, nbytes=begin + at)
 
 
 def plan_shards(params: Iterable[ParamMeta], shard_bytes: int) -> list[Layout]:
@@ -141,14 +131,6 @@ def plan_shards(params: Iterable[ParamMeta], shard_bytes: int) -> list[Layout]:
     return [Layout.of(f"model-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
-
-
 class TensorFile:
     """One open safetensors file; its header is checked completely before anything in it is used.
 
@@ -170,16 +152,13 @@ class TensorFile:
     _file: OpenFile | None = None
 
     def __init__(self, path: str | os.PathLike[str] | OpenFile) -> None:
-        if isinstance(path, OpenFile):
-            self.path, self._file = path.path, path
-        else:
-            self.path = os.fspath(path)
-            try:
-                self._file = LocalFile(path)
-            except FileNotFoundError:
-                raise
-            except (OSError, ValueError) as error:  # a circle of links, no permission
-                raise self._damaged(f"cannot be opened: {error}") from error
+        self.path = path.path if isinstance(path, OpenFile) else os.fspath(path)
+        try:
+            self._file = path if isinstance(path, OpenFile) else LocalFile(path)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:  # a circle of links, no permission
+            raise self._damaged(f"cannot be opened: {error}") from error
         self.nbytes, self.chunk_bytes = self._file.nbytes, self._file.chunk_bytes
         try:
             size = bytearray(8)
@@ -218,21 +197,20 @@ class TensorFile:
         """
         if name not in self.entries:  # it was replaced since somebody looked
             raise self._damaged(f"holds no tensor {name!r}")
-        meta, first = self.entries[name]
+        meta, _ = self.entries[name]
         tensor = torch.empty(meta.shape, dtype=meta.dtype) if into is None else into
-        view, hasher = byte_view(tensor).numpy().data, xxhash.xxh3_128()
-        for begin in range(0, len(view), self.chunk_bytes):
-            chunk = view[begin : begin + self.chunk_bytes]
-            self._fill(chunk, self._begin + first + begin)
-            hasher.update(chunk)
-        return tensor, hasher.hexdigest()
+        return tensor, self._through(name, byte_view(tensor).numpy().data)
 
     def checksum(self, name: str, scratch: Tensor) -> str:
         """Return the xxh3-128 of a tensor's bytes, read through ``scratch`` (uint8) without keeping them."""
+        return self._through(name, scratch.numpy().data)
+
+    def _through(self, name: str, memory: memoryview) -> str:
+        """Read a tensor into memory, over and over where that is smaller; return the checksum of what was read."""
         meta, first = self.entries[name]
-        hasher, memory = xxhash.xxh3_128(), scratch.numpy().data
-        for begin in range(0, meta.nbytes, len(memory)):
-            chunk = memory[: min(len(memory), meta.nbytes - begin)]
+        hasher, step, kept = xxhash.xxh3_128(), min(self.chunk_bytes, max(1, len(memory))), len(memory) >= meta.nbytes
+        for begin in range(0, meta.nbytes, step):
+            chunk = memory[begin if kept else 0 :][: min(step, meta.nbytes - begin)]
             self._fill(chunk, self._begin + first + begin)
             hasher.update(chunk)
         return hasher.hexdigest()
@@ -259,11 +237,11 @@ class TensorFile:
         return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint=hint)
 
 
-HEADER_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError)
+HEADER_DAMAGE = (ValueError, RecursionError, msgspec.MsgspecError)
 """The errors that `parse_header` raises."""
 
 
-def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, Any]]:
+def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, str]]:
     """Read the header of a safetensors file, and check every field.
 
     Args:
@@ -276,38 +254,25 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
     Raises:
         ValueError: or another one of `HEADER_DAMAGE`; not every reader would understand the file alike.
     """
-    rows = json.loads(text, object_pairs_hook=_unique)
-    metadata, entries, at = rows.pop("__metadata__", {}), dict[str, tuple[ParamMeta, int]](), 0
-    places: list[tuple[int, int, str]] = []
-    if not isinstance(metadata, dict):
-        raise ValueError("its metadata is not a mapping")
-    for name, row in rows.items():
+    raw = msgspec.json.decode(text, type=described(dict[str, msgspec.Raw]))
+    metadata = msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=described(dict[str, str]))
+    entries, decode = dict[str, tuple[ParamMeta, int]](), msgspec.json.Decoder(described(_Row)).decode
+    for name, text_of in raw.items():
         try:
-            word, shape, (begin, end) = row["dtype"], row["shape"], row["data_offsets"]
-            numbers = [*shape, begin, end]
-        except (TypeError, KeyError, ValueError):
-            raise ValueError(f"{name!r} is described by {str(row)[:200]}") from None
-        if word not in _DTYPES:
-            raise ValueError(f"{name!r} has dtype {word!r}, unknown to torch {torch.__version__}")
-        for number in numbers:
-            if type(number) is not int or number < 0:
-                raise ValueError(f"{name!r} has shape {shape} and data_offsets {[begin, end]}")
-        meta = ParamMeta(name, _DTYPES[word], tuple(shape))
+            row = decode(text_of)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{name!r} is described by {bytes(text_of)[:200]!r}: {error}") from None
+        if row.dtype not in _DTYPES:
+            raise ValueError(f"{name!r} has dtype {row.dtype!r}, unknown to torch {torch.__version__}")
+        meta, (begin, end) = ParamMeta(name, _DTYPES[row.dtype], row.shape), row.data_offsets
         if end - begin != meta.nbytes:
             raise ValueError(f"{name!r} takes {end - begin} bytes instead of {meta.nbytes}")
         entries[name] = meta, begin
-        places.append((begin, end, name))
-    for begin, end, name in sorted(places):
+    at = 0
+    for meta, begin in sorted(entries.values(), key=lambda entry: (entry[1], entry[0].nbytes)):
         if begin != at:
-            raise ValueError(f"{name!r} begins at byte {begin:,} instead of {at:,}")
-        at = end
+            raise ValueError(f"{meta.name!r} begins at byte {begin:,} instead of {at:,}")
+        at += meta.nbytes
     if at != nbytes:
         raise ValueError(f"there are {nbytes:,} bytes instead of the {at:,} that it describes")
     return entries, metadata
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found

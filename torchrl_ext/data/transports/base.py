@@ -1,11 +1,12 @@
 """The contract of the data layer. A transport moves bytes; it knows nothing of engines, HTTP, pauses or caches.
 
-Its two ends are two classes: `Transport` is the trainer's, `LandingEnd` a worker's. A control layer, or a
-`torchrl_ext.data.transports.standalone.Mailbox`, carries the trainer's messages (`Handoff.info`) to the workers.
+Its two ends are two classes: `Transport` is the trainer's, `LandingEnd` a worker's. A control layer carries the
+trainer's messages (`Handoff.info`) to the workers. **A failure ends the connection, always**: whoever drives a
+transport calls `Transport.close` after any error, and the next update begins with `Transport.open`.
 
-To add a transport, implement the abstract methods of both (or of `StandaloneTransport`, which also works without a
-control layer), name the class in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over
-it.
+To add a transport, implement the abstract methods of both (or of
+`torchrl_ext.data.transports.standalone.StandaloneTransport`, which also works without a control layer), name the class
+in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "Abilities",
     "Arrival",
     "Handoff",
     "LandingEnd",
@@ -56,8 +58,8 @@ class Update:
 
     Attributes:
         source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.base.types.Part`) names the
-            version that has the others; for a transport whose `Transport.compares` is true, it yields all, and ``part``
-            names those that may differ.
+            version that has the others; for a transport with the ability ``compares`` it yields all, and ``part`` names
+            the ones that may differ.
         version: its number.
         anew: workers may hold another sender's weights, so this version must not build on them.
     """
@@ -107,7 +109,7 @@ class Handoff:
         served: called when the version is in service, with the oldest version that an engine may still read (None if no
             control layer knows it). Older versions may be removed.
         digest: digest over those of all tensors (`torchrl_ext.data.weights.digests.digest_of`), if they travel with the
-            version (`Transport.carries_digests`) and this end knows them; workers repeat it.
+            version (the ability ``digests``) and this end knows them; workers repeat it.
         stats: filled in by `Transport.prepare` and by the steps.
     """
 
@@ -127,7 +129,7 @@ class Worker:
         rank: 1, 2, ... among the workers of all engines; the trainer is rank 0.
         params: the model's parameters, in the trainer's order.
         slices: blocks of tensors that this worker needs, by name; an empty list if it needs none; a tensor that is not
-            listed is needed whole. Used only if `Transport.slices` is true.
+            listed is needed whole. Used only by transports with the ability ``slices``.
         whole: tensors that are needed whole although the engine is sharded -> the reason.
         copies: returns the names of tensors of which the worker end keeps host copies, because the loader cannot patch
             them.
@@ -149,26 +151,49 @@ class Arrival:
     info: Info = field(default_factory=dict)
 
 
+class Abilities(NamedTuple):
+    """What a transport can do; a control layer asks for nothing else.
+
+    ==========  =======  ======  =====  ========  =======
+    transport   digests  slices  parts  compares  gathers
+    ==========  =======  ======  =====  ========  =======
+    collective  no       no      yes    no        yes
+    delta       yes      no      yes    yes       no
+    disk        no       no      no     no        yes
+    ipc         no       no      yes    no        yes
+    memory      no       no      yes    no        yes
+    native      no       no      yes    no        yes
+    sharded     yes      yes     yes    no        no
+    ==========  =======  ======  =====  ========  =======
+
+    Attributes:
+        digests: workers compare what arrives with digests that travel with the weights, so the sender sends none. A
+            worker of an engine then compares what its model holds with what arrived; nothing that a transport says
+            stands for that.
+        slices: workers receive only the blocks that they need (`Worker.slices`), as
+            `torchrl_ext.data.landing.sliced.Sliced`.
+        parts: an update of some tensors is possible (``only=``).
+        compares: the transport itself finds what changed, so sources yield all tensors; `WeightSource.part` names those
+            that may differ.
+        gathers: `Transport.prepare` or ``transfer`` iterates over the source, together with the other trainer ranks.
+    """
+
+    digests: bool = False
+    slices: bool = False
+    parts: bool = True
+    compares: bool = False
+    gathers: bool = True
+
+
 class Transport(ABC):
-    """The trainer's end of a route for weights.
+    """The trainer's end of a route for weights; one thread drives it, and any thread may `close` it.
 
     Args:
         timeout_s: deadline of every wait, in seconds. If a constructor does not call ``super().__init__()``, it is 60.
     """
 
     name: ClassVar[str]
-    carries_digests: ClassVar[bool] = False
-    """Workers compare what arrives with digests that travel with the weights, so the sender sends none. A worker of an
-    engine then compares what its model holds with what arrived; nothing that a transport says stands for that."""
-    slices: ClassVar[bool] = False
-    """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.data.landing.sliced.Sliced`."""
-    parts: ClassVar[bool] = True
-    """An update of some tensors is possible (``only=``)."""
-    compares: ClassVar[bool] = False
-    """The transport itself finds what changed, so sources yield all tensors; `WeightSource.part` names those that may
-    differ."""
-    gathers: ClassVar[bool] = True
-    """`prepare` or ``transfer`` iterates over the source, together with the other trainer ranks."""
+    abilities: ClassVar[Abilities] = Abilities()
     timeout_s: float = 60.0
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
@@ -181,11 +206,16 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        """Invite ``workers`` engine workers to `join`, for these parameters; ``transfer`` runs while they do."""
+        """Invite ``workers`` engine workers to `join`, for these parameters; ``transfer`` runs while they do.
+
+        It ends an earlier connection, and may be called at any time between updates.
+        """
 
     @abstractmethod
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         """Do all work for a version that is possible before engines pause; the handoff has the rest.
+
+        After a failure, here or in a step of the handoff, workers hold the version before, or a part of this one.
 
         Raises:
             StaleBaseError: workers have to join again first, which the sender sees to.
@@ -202,15 +232,21 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
-        """Return the end of worker ``here``, connected to the trainer whose `open` returned ``info``."""
+        """Return the end of worker ``here``, connected to the trainer whose `open` returned ``info``.
+
+        A failure leaves nothing open.
+        """
 
     @abstractmethod
     def check_connection(self) -> bool:
         """Return whether this end is connected."""
 
-    @abstractmethod
+    def close(self) -> None:  # noqa: B027 - files connect nobody
+        """End the connection, and every wait in it, here and at the workers; `open` begins anew. Twice is allowed."""
+
     def shutdown(self) -> None:
-        """Release everything. May be called twice."""
+        """Close, and release what outlives a connection. May be called twice."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -220,10 +256,10 @@ class Transport(ABC):
 
 
 class LandingEnd(ABC):
-    """A worker's end: `stage` and `receive` for each version, and `close`."""
+    """A worker's end of one connection: `stage` and `receive` for each version, in this order, and `close`."""
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
-        """Fetch, check and decode a version while the engine serves.
+        """Fetch, check and decode a version while the engine serves; a failure changes nothing.
 
         Args:
             version: the version to reach.
@@ -243,8 +279,8 @@ class LandingEnd(ABC):
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs of one version, full tensors in checkpoint coordinates, in the order of its parameters.
 
-        If `Transport.slices` is true, it yields `Sliced` tensors of the blocks that the worker needs, and skips names
-        without blocks.
+        If the transport has the ability ``slices``, it yields `Sliced` tensors of the blocks that the worker needs, and
+        skips names without blocks. After a failure the tensors of ``into`` may hold a part of the version.
 
         Args:
             arrival: the version.
@@ -278,13 +314,13 @@ def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
     Raises:
         WeightSyncError: another rank failed in it.
     """
-    if transport.gathers:
+    if transport.abilities.gathers:
         transport.ranks.session.order("gather")
     try:
         yield
         transport.ranks.session.settle()
     except BaseException:
-        if transport.gathers:
+        if transport.abilities.gathers:
             source.drain()
         raise
 

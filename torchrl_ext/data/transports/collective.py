@@ -6,7 +6,6 @@ Several broadcasts are in flight, so that packing, sending and unpacking overlap
 from __future__ import annotations
 
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
@@ -17,12 +16,9 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
 from torchrl_ext.base.types import Count, Info, ParamMeta
-from torchrl_ext.data.group import handoffs
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
-from torchrl_ext.data.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
-from torchrl_ext.data.group.meeting import STANDALONE_GROUP, GroupOffer, Member, Membership
-from torchrl_ext.data.group.process_group import Group, Sizes
-from torchrl_ext.data.transports import collective as stream
+from torchrl_ext.data.group.carrier import Sizes
+from torchrl_ext.data.group.group import Group, GroupLoad, GroupOffer, GroupWorker, Member
 from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, BufferPool, Lander, Packer, layout
 from torchrl_ext.data.transports.standalone import StandaloneTransport
@@ -267,11 +263,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
             )
         if world_size is not None and not 0 <= self.rank < world_size:
             raise ConfigError(f"rank {self.rank} does not exist in world_size {world_size}")
-        self.member = Membership(
-            master_address, self.master_port, secret, device=self.device, backend=self.backend, timeout_s=timeout_s
-        )
+        where = (master_address, self.master_port, secret)
+        self.member = Member(*where, device=self.device, backend=self.backend, timeout_s=timeout_s)
         self.master_address = self.member.address
-        self._worker = CollectiveWorker(self.member)
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
 
@@ -291,14 +285,13 @@ class VLLMCollectiveTransport(StandaloneTransport):
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         within = self._within = Deadline(self.timeout_s, "the other ranks")
         if self.rank == 0:
-            self._host(STANDALONE_GROUP, self._standalone_size(), params, within)
+            self._open(self._standalone_size(), params, private=False).transfer(within)
         elif self.master_port == 0:
             raise ConfigError(
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
-            self.member.under(within)
-            self.member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
+            self.member.enter(self.rank, self.world_size, params, within, again=True)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
@@ -308,20 +301,18 @@ class VLLMCollectiveTransport(StandaloneTransport):
             TransportError: this is not rank 0, or the port is taken.
         """
         self._require_trainer("open")
-        if workers == 0:
-            if self.check_connection():
-                return Handoff()
-            size, room = self._standalone_size(), STANDALONE_GROUP
-        else:
-            size, room = self.size_with(workers), f"room/{uuid.uuid4().hex}"
-        self.member.under(within)
-        offer = self.member.invite(room, size)
-        return Handoff(info=offer.to_json(), transfer=lambda within: self._host(room, size, params, within))
+        if workers == 0 and self.check_connection():
+            return Handoff()
+        return self._open(self.size_with(workers) if workers else self._standalone_size(), params, private=workers > 0)
 
-    def _host(self, room: str, size: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
-        self.member.under(within)
-        self.member.host(room, size, params)
-        self._agreed = {meta.name: meta for meta in params}
+    def _open(self, size: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
+        offer = self.member.open(size, private=private)
+
+        def transfer(within: Deadline) -> None:
+            self.member.host(size, params, within)
+            self._agreed = {meta.name: meta for meta in params}
+
+        return Handoff(info=offer.to_json(), transfer=transfer)
 
     def size_with(self, workers: int) -> int:
         """Return the size of a group with ``workers`` engine workers.
@@ -359,15 +350,14 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 hint="give each engine the rank offset 1 + workers of the engines before it",
             )
         member = offer.member()
-        member.under(within)
-        member.enter(offer.room, here.rank, offer.members, ())
+        member.enter(here.rank, offer.members, (), within)
         return CollectiveWorker(member)
 
     # an update
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_trainer("send_weights")
-        group, params = self.member.carrier(), update.params
+        group, params = self.member.group(within), update.params
         for meta in params if self._agreed else ():
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
@@ -378,27 +368,25 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     hint="call init_all_workers_group with the metadata of the tensors that you send",
                 )
         self._handoffs += 1
-        load = CollectiveLoad(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
-        buckets = stream.buckets_of(params, self.bucket_bytes, group.carrier.sizes)
-        return broadcast(self.member, load, update, buckets, bucket_bytes=self.bucket_bytes)
+        load = CollectiveLoad(handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
+        buckets = buckets_of(params, self.bucket_bytes, group.carrier.sizes)
+        return broadcast(group, load, update, buckets, bucket_bytes=self.bucket_bytes)
 
     def attend(self, within: Deadline) -> CollectiveWorker:
         if self.rank == 0:
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        self.member.carrier()
-        return self._worker
+        self.member.group(within)
+        return CollectiveWorker(self.member)
 
-    @property
-    def mailbox(self) -> GroupMailbox:
-        return self._worker
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        self.member.group(within).announce(arrival)
 
     def check_connection(self) -> bool:
         return self.member.connected
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def close(self) -> None:
         self.member.close()
 
     def _require_trainer(self, what: str) -> None:
@@ -417,33 +405,31 @@ class CollectiveWorker(GroupWorker):
     load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
 
     def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
-        buckets = stream.buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
+        buckets = buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
         return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
 
 
-def broadcast(member: Member, load: GroupLoad, update: Update, buckets: Sequence[Bucket], **how: Any) -> Handoff:
+def broadcast(group: Group, load: GroupLoad, update: Update, buckets: Sequence[Bucket], **how: Any) -> Handoff:
     """Return the handoff of a version that rank 0 broadcasts in its group.
 
     Args:
-        member: of the group.
+        group: of all ranks.
         load: what workers need to receive the version.
         update: the version.
         buckets: the layout of its parameters.
         how: as in `send_buckets`.
     """
-    group, params, stats = member.carrier(), update.params, TransferStats()
+    stats = TransferStats()
 
     def transfer(within: Deadline) -> None:
-        began = time.perf_counter()
-        member.under(within)
+        began, group.stop = time.perf_counter(), within.stop
         try:
-            packer = Packer(params, checked(update.source, params))
-            stream.send_buckets(group, buckets, packer, **how)
-            handoffs.await_workers(group, load.handoff)
+            send_buckets(group, buckets, Packer(update.params, checked(update.source, update.params)), **how)
+            group.await_workers(load.handoff)
+        except (TransportError, DeadlineError) as error:
+            raise group.sending_failed(load.handoff, update.version, error) from error
         except BaseException as error:
             group.sever(why(error))
-            if isinstance(error, (TransportError, DeadlineError)):
-                raise handoffs.sending_failed(group, load.handoff, update.version, error) from error
             raise
         stats.spans.since("transfer", began)
 

@@ -10,8 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar, final
 
@@ -20,22 +19,23 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, TransportError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.deltas.blocks import codec_from_json, encodings, make_codec
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.stores.folders import version_name
+from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
+from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
-from torchrl_ext.data.transports.broadcast import Broadcast, KeptTensors, announce
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
+from torchrl_ext.data.transports.broadcast import Broadcast, send
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.transports.disk import VISIBLE_S, Invitation, SharedRoot
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.disk import Invitation, SharedRoot
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.versions.full import FullWriter
+from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned, steps
 from torchrl_ext.data.versions.reader import ChainReader
@@ -44,10 +44,9 @@ from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import local_checkpoint
 from torchrl_ext.data.weights.source import WeightSource
 
-__all__ = ["DeltaOffer", "DeltaReader", "DeltaTransport"]
-
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
 _Taken = TypeVar("_Taken")
+
+__all__ = ["DeltaOffer", "DeltaReader", "DeltaTransport"]
 
 
 class DeltaOffer(Wire, frozen=True, kw_only=True):
@@ -55,13 +54,13 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
 
     Attributes:
         needs_base: deltas are decoded with all old bytes, of which workers keep a copy then.
-        codec: the encoding; None where it is not known, of a root that a caller names.
+        encoding: its name; "" where it is not known, of a root that a caller names.
         base: the checkpoint on which the first version is a delta.
         group: the offer of the collective transport that broadcasts them.
     """
 
     needs_base: bool = False
-    codec: Info | None = None
+    encoding: str = ""
     base: str | None = None
     group: Info | None = None
     root: str | None = None
@@ -71,8 +70,8 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
 
 
 @final
-class DeltaReader(LandingEnd, Mailbox):
-    """Follows a chain; a version that was staged, or that `get` returned, stays open, so that none can prune it.
+class DeltaReader(StandaloneEnd):
+    """Follows a chain; a version that was staged, or that `next` returned, stays open, so that none can prune it.
 
     Args:
         store: holds the versions; in memory where a group brings them.
@@ -94,51 +93,42 @@ class DeltaReader(LandingEnd, Mailbox):
         self._store = store
         self._chain = Chain(store)
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
-        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.full.open)
+        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.kept.open)
         self._reader.want(slices or {})
         self._reader.retain(copies)
         self._opened: OpenRoute | None = None
+        self._follower = Follower(self._chain, None if self._broadcast is None else self._arrivals)
 
-    @classmethod
-    def joined(cls, offer: DeltaOffer, here: Worker, within: Deadline) -> DeltaReader:
-        """Return the end of worker ``here``, connected to the trainer that made the offer.
-
-        Raises:
-            StoreError: its root cannot be seen from here.
-        """
-        group = None
-        if offer.group is None:
-            root = offer.root or ""
-            store = open_store(root)
-            invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer)
-            invitation.find(store, within)
-        else:
-            store = MemoryStore()
-            group = VLLMCollectiveTransport.join(offer.group, here, within)
-        made = cls(
-            store,
-            offer.base,
-            group=group,
-            copies=lambda name: offer.needs_base or here.copies(name),
-            slices=here.slices,
-        )
-        if offer.codec is not None:
-            compile_loops(codec_from_json(offer.codec), here.params)
-        return made
+    def _arrivals(self, within: Deadline) -> Iterator[None]:
+        """Yield whenever a broadcast may have brought another version, until the deadline."""
+        assert self._broadcast is not None
+        yield
+        while self._broadcast.fetch(within):
+            yield
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
-        return self._reach(version, partial(self._changes, version, held), within)
+        def found(version: int) -> Changes | None:
+            changes = None
+            if held is not None:
+                if self._reader.held is None:
+                    self._reader.adopt(version, held)
+                changes = self._reader.changes(version)
+            if changes is None:  # it has to be read in full
+                self._pin(self._reader.open(version))
+            return changes
 
-    def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None) -> Changes | None:
-        """Return the changes that lead to a version; None where it has to be read in full, which is open then."""
-        if held is not None:
-            if self._reader.held is None:
-                self._reader.adopt(version, held)
-            changes = self._reader.changes(version)
-            if changes is not None:
-                return changes
-        self._pin(self._reader.open(version))
-        return None
+        return self._reach(version, found, within)
+
+    def _reach(self, version: int, take: Callable[[int], _Taken], within: Deadline) -> _Taken:
+        """Return what ``take`` finds: a filesystem may show a version late, and a broadcast takes a while."""
+        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
+        try:
+            return self._follower.reach(version, take, within)
+        except StoreError as error:
+            if self._broadcast is None:
+                raise
+            what, hint = f"weights version {version} did not come", "check that the trainer runs, and send again"
+            raise within.error(f"{what} from the trainer", state="nothing was changed", hint=hint) from error
 
     def landed(self, staged: Changes) -> None:
         self._reader.advance(staged)
@@ -147,7 +137,7 @@ class DeltaReader(LandingEnd, Mailbox):
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         route, self._opened = self._opened, None
         if route is None or route.reached[1] != arrival.version:
-            route = self._reach(arrival.version, partial(self._reader.open, arrival.version), within)
+            route = self._reach(arrival.version, self._reader.open, within)
         try:
             yield from self._reader.tensors(route, into)
         except (FileNotFoundError, IntegrityError) as error:
@@ -156,54 +146,13 @@ class DeltaReader(LandingEnd, Mailbox):
             raise FileNotFoundError(f"version {arrival.version} was removed while it was read") from error
         self._forget()
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        before = 0 if received is None else received.version
-        for _ in self._looks(within):
-            version = self._reader.unseen(before)
-            if version:
-                with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
-                    self._chain.known.clear()
-                    self._pin(route := self._reader.open(version))
-                    return Arrival(version=version, params=route.params)
-        return None
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        def opened(version: int) -> Arrival:
+            self._pin(route := self._reader.open(version))
+            return Arrival(version=version, params=route.params)
 
-    def _reach(self, version: int, take: Callable[[], _Taken], within: Deadline) -> _Taken:
-        """Return what ``take`` finds of a version, once that is here.
-
-        A shared filesystem may show a version late, and a broadcast takes a while.
-
-        Raises:
-            StoreError, DeadlineError, TransportError: the version did not come.
-        """
-        missing: FileNotFoundError | None = None
-        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
-        self._chain.known.clear()
-        for _ in self._looks(within):
-            try:
-                self._chain.version(version)
-                return take()
-            except FileNotFoundError as error:
-                missing = error
-        if self._broadcast is not None:
-            what = f"weights version {version} did not come from the trainer"
-            hint = "check that the trainer runs, and send again"
-            raise within.error(what, state="nothing was changed", hint=hint) from missing
-        raise StoreError(
-            f"{self._store.url} holds no version {version}, and none came within {within.timeout_s:g} s",
-            expected=f"{version_name(version)}; the newest here is {self._chain.latest()}",
-            state="nothing was read",
-            hint="send the weights again",
-        ) from missing
-
-    def _looks(self, within: Deadline) -> Iterator[None]:
-        """Yield whenever the store may have another version, until the deadline."""
-        if self._broadcast is None:
-            for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-                yield
-            return
-        yield
-        while self._broadcast.fetch(within):
-            yield
+        run = "" if self._reader.held is None else self._reader.held[0]
+        return self._follower.newer(opened, within, None if received is None else (run, received.version))
 
     def _pin(self, route: OpenRoute | None) -> None:
         if self._opened is not None:
@@ -260,9 +209,7 @@ class DeltaTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "delta"
-    carries_digests: ClassVar[bool] = True
-    compares: ClassVar[bool] = True
-    gathers: ClassVar[bool] = False  # each rank takes what it owns
+    abilities: ClassVar[Abilities] = Abilities(digests=True, compares=True, gathers=False)
 
     def __init__(
         self,
@@ -295,7 +242,7 @@ class DeltaTransport(StandaloneTransport):
             raise ConfigError(
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
             )
-        self._codec = make_codec(encoding)
+        self._codec = encodings.make(encoding)
         run_id = uuid.uuid4().hex
         self._store: Store
         full: FullWriter
@@ -324,7 +271,6 @@ class DeltaTransport(StandaloneTransport):
             one_owner=not self._store.joined or self._codec.container != BLOCKS,
             timeout_s=timeout_s,
         )
-        self._probed = False  # workers look for a probe until the first update
 
     @classmethod
     def encodings(cls) -> tuple[str, ...]:
@@ -339,7 +285,7 @@ class DeltaTransport(StandaloneTransport):
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin()
         compile_loops(
-            self._codec, [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()]
+            self._codec.name, [ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()]
         )
         if self._group is not None:
             self._group.init_all_workers_group({})  # versions are sent, whatever the model
@@ -353,14 +299,14 @@ class DeltaTransport(StandaloneTransport):
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
         offer = DeltaOffer(
             needs_base=self._codec.whole_base,
-            codec=self._codec.to_json(),
+            encoding=self._codec.name,
             base=self._base,
             group=opening.info if self._group is not None else None,
             **(self._shared.invite() if self._group is None else {}),
         )
 
         def transfer(within: Deadline) -> None:
-            compile_loops(self._codec, params)  # while workers do so, too
+            compile_loops(self._codec.name, params)  # while workers do so, too
             opening.transfer(within)
 
         return Handoff(info=offer.to_json(), transfer=transfer)
@@ -368,7 +314,6 @@ class DeltaTransport(StandaloneTransport):
     def _begin(self) -> None:
         if self._group is not None:
             self._writer.restart()  # workers may be new, and hold no version
-        self._probed = True
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         if self._group is not None and self._group.rank:
@@ -377,9 +322,7 @@ class DeltaTransport(StandaloneTransport):
                 expected="rank 0, the trainer; other ranks receive",
                 state="nothing was sent",
             )
-        if self._probed:  # workers that joined have found the probe
-            self._probed = False
-            self._shared.clear()
+        self._shared.clear()  # workers that joined have found the probe
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()
         began, stats = time.perf_counter(), TransferStats()
@@ -397,7 +340,7 @@ class DeltaTransport(StandaloneTransport):
         stats.spans.since("publish", began)
         if self._group is None:
             return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
-        ahead = partial(announce, self._group, self._store, self._kept, update.version)
+        ahead = partial(send, self._group, self._store, self._kept, update.version)
         return Handoff(ahead=ahead, served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
 
     def rank_steps(self, source: WeightSource) -> Steps:
@@ -410,9 +353,12 @@ class DeltaTransport(StandaloneTransport):
         reached = self._store.available() if self._group is None else self._group.check_connection()
         return self._connected and reached
 
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
     def shutdown(self) -> None:
         super().shutdown()
-        self.mailbox.close()
         if self._group is not None:
             self._group.shutdown()
             self._kept.tensors = {}
@@ -423,8 +369,7 @@ class DeltaTransport(StandaloneTransport):
 
     # worker end
 
-    @cached_property
-    def mailbox(self) -> DeltaReader:
+    def attend(self, within: Deadline) -> DeltaReader:
         return DeltaReader(
             self._store,
             self._base,
@@ -432,12 +377,19 @@ class DeltaTransport(StandaloneTransport):
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
 
-    def attend(self, within: Deadline) -> DeltaReader:
-        return self.mailbox
-
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:
-        return DeltaReader.joined(DeltaOffer.from_json(info, "the offer of a delta transport"), here, within)
+        offer = DeltaOffer.from_json(info, "the offer of a delta transport")
+        if offer.encoding:
+            compile_loops(offer.encoding, here.params)
+        store: Store = MemoryStore()
+        group = None if offer.group is None else VLLMCollectiveTransport.join(offer.group, here, within)
+        if group is None:
+            root = offer.root or ""
+            store = open_store(root)
+            Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer).find(store, within)
+        copies, slices = lambda name: offer.needs_base or here.copies(name), here.slices
+        return DeltaReader(store, offer.base, group=group, copies=copies, slices=slices)
 
 
 def _kinds(delta: DeltaManifest) -> str:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -22,18 +22,17 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, StaleBaseError, StoreError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import version_name
-from torchrl_ext.data.stores.local import TEMPORARY, LocalStore
+from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
+from torchrl_ext.data.stores.local import PROBE, LocalStore
+from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import Store
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, TransferStats, Update, Worker
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.full import FullWriter, PublishedVersion
 
-__all__ = ["VISIBLE_S", "DiskTransport", "Invitation", "SharedRoot"]
+__all__ = ["DiskTransport", "Invitation", "SharedRoot"]
 
-VISIBLE_S = 2.0  # seconds that a shared filesystem may take to show a new name
-_LOOK_S = 0.1
-_PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
+_PROBE = re.compile(re.escape(PROBE) + "[0-9a-f]{32}")
 _NOT_SENT = "no weights were sent; this engine still serves its previous weights"
 
 
@@ -70,21 +69,21 @@ class Invitation(Wire, frozen=True, kw_only=True):
                 expected="a name as the trainer gives one",
                 state="nothing was read",
             )
-        here, trainer = f"{store.url} on {socket.gethostname()}", self.trainer
         found = None
-        for _ in within.within(VISIBLE_S).pauses(shortest_s=_LOOK_S, longest_s=_LOOK_S):
+        for _ in within.within(VISIBLE_S).pauses(shortest_s=0.1, longest_s=0.1):
             with suppress(FileNotFoundError):
-                found = store.get(self.probe)
+                found = store.get(self.probe, at_most=4096)
             if found is not None or not store.available():
                 break
         if found is None and within.stop.is_set():
             raise within.error("the trainer's root was not found", state=_NOT_SENT)
         if found != self.run_id.encode(errors="replace"):
+            here = f"{store.url} on {socket.gethostname()}"
             raise StoreError(
-                f"{here} does not contain the file that the trainer wrote into {trainer}: only the trainer sees this "
-                "root"
+                f"{here} does not contain the file that the trainer wrote into {self.trainer}: only the trainer sees "
+                "this root"
                 if found is None
-                else f"{here} and {trainer} are different directories",
+                else f"{here} and {self.trainer} are different directories",
                 expected=f"the file {self.probe} in one directory that both ends see",
                 state=_NOT_SENT,
                 hint="choose a root on a filesystem that is mounted on both hosts, under the same path or the one that "
@@ -108,7 +107,7 @@ class SharedRoot:
     def invite(self) -> Info:
         """Write a probe, and return the fields of an `Invitation`."""
         self.clear()
-        self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
+        self._probe = f"{PROBE}{uuid.uuid4().hex}"
         self._store.put(self._probe, self._token.encode())
         self._invited = True
         trainer = f"{self._store.url} on {socket.gethostname()}"
@@ -135,9 +134,6 @@ class SharedRoot:
             with suppress(StoreError):
                 self._store.delete(self._probe)
             self._probe = None
-
-
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
 class DiskTransport(StandaloneTransport):
@@ -167,7 +163,7 @@ class DiskTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "disk"
-    parts: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(parts=False)
 
     def __init__(
         self,
@@ -208,10 +204,8 @@ class DiskTransport(StandaloneTransport):
         self._versions.advance(version)
         self._connected = True
         stats.spans.since("publish", began)
-        return Handoff(info=self._info(version), served=self._prune, stats=stats)
-
-    def _info(self, version: int) -> Info:
-        return {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        return Handoff(info=info, served=self._prune, stats=stats)
 
     def latest_version(self) -> int:
         return self._versions.newest()
@@ -229,21 +223,16 @@ class DiskTransport(StandaloneTransport):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.mailbox.close()
         self._shared.clear()
         self._store.disown()
 
     # worker end
 
-    @cached_property
-    def mailbox(self) -> DiskReader:
+    def attend(self, within: Deadline) -> DiskReader:
         return DiskReader(self._store)
 
-    def attend(self, within: Deadline) -> DiskReader:
-        return self.mailbox
-
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> DiskReader:
         offer = Invitation.from_json(info, "the offer of a disk transport")
         store = LocalStore(offer.root)
         offer.find(store, within)
@@ -251,65 +240,50 @@ class DiskTransport(StandaloneTransport):
 
 
 @final
-class DiskReader(LandingEnd, Mailbox):
-    """Reads versions of a root; a version that was staged, or that `get` returned, stays open and readable.
+class DiskReader(StandaloneEnd):
+    """Reads versions of a root; a version that was staged, or that `next` returned, stays open and readable.
+
+    Every byte is read twice: verified while the engine serves, and read again, by then from memory, as it lands in the
+    model. To keep what was read first would take a copy of the model on every worker's host.
 
     Args:
         store: the root.
     """
 
     def __init__(self, store: LocalStore) -> None:
-        self._store = store
-        self._versions = Chain(store)
+        self._follower = Follower(Chain(store))
+        self._open_version = partial(PublishedVersion, store)
         self._opened: PublishedVersion | None = None
 
     def stage(self, version: int, held: object, within: Deadline) -> None:
-        opened = self._open(version, within)
-        self._pin(opened)
-        opened.verify()
+        self._pinned(self._reach(version, within)).verify()
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        if self._opened is None or self._opened.number != arrival.version:
-            self._pin(self._open(arrival.version, within))
-        assert self._opened is not None
         opened, self._opened = self._opened, None
+        if opened is None or opened.number != arrival.version:
+            opened = self._reach(arrival.version, within)
         with closing(opened):
             opened.check(arrival.params, arrival.info.get("run_id"))
             yield from opened.pairs(into)
 
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-            run, newest = self._versions.head()
-            with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
-                if newest and (
-                    received is None  # in an emptied root the newest may be lower, or of another run
-                    or newest != received.version
-                    or run not in ("", received.info["run_id"])
-                ):
-                    self._pin(opened := PublishedVersion(self._store, newest))
-                    return Arrival(version=newest, params=opened.params(), info={"run_id": opened.manifest.run_id})
-        return None
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        seen = None if received is None else (received.info["run_id"], received.version)
+        opened = self._follower.newer(self._open_version, within, seen)
+        if opened is None:
+            return None
+        self._pinned(opened)
+        return Arrival(version=opened.number, params=opened.params(), info={"run_id": opened.manifest.run_id})
 
-    def _open(self, version: int, within: Deadline) -> PublishedVersion:
-        missing: FileNotFoundError | None = None
-        for _ in within.within(VISIBLE_S).pauses(shortest_s=_SHORTEST_S, longest_s=_SHORTEST_S):
-            try:
-                return PublishedVersion(self._store, version)
-            except FileNotFoundError as error:
-                missing = error
-                if self._versions.latest() > version:
-                    break
-        raise StoreError(
-            f"{missing and missing.filename} is not there",
-            expected=f"weights version {version}; the newest in {self._store.root} is {self._versions.latest()}",
-            state="nothing was read",
-            hint="send the weights again",
-        ) from missing
+    def _reach(self, version: int, within: Deadline) -> PublishedVersion:
+        return self._follower.reach(version, self._open_version, within.within(VISIBLE_S))
 
-    def _pin(self, opened: PublishedVersion | None) -> None:
-        if self._opened is not None:
-            self._opened.close()
+    def _pinned(self, opened: PublishedVersion) -> PublishedVersion:
+        """Keep a version open in the place of the one before."""
+        self.close()
         self._opened = opened
+        return opened
 
     def close(self) -> None:
-        self._pin(None)
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None

@@ -13,8 +13,8 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import settle
 from torchrl_ext.base.errors import IntegrityError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
+from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.weights.source import checked
 
 __all__ = ["MemoryTransport"]
@@ -23,22 +23,12 @@ _SHORTEST_S, _LONGEST_S = 0.002, 0.02  # between two looks for a version
 
 
 @final
-class _Channel(Mailbox):
+class _Channel:
     """The state that the ends of one named channel share."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] | None = None
-        self.version = 0
-        self.newest: Arrival | None = None
-
-    def put(self, arrival: Arrival, within: Deadline) -> None:
-        self.newest = arrival
-
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-            if self.newest not in (None, received):
-                return self.newest
-        return None
+    tensors: Mapping[str, Tensor] | None = None
+    version = 0
+    newest: Arrival | None = None
 
 
 _CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDictionary()
@@ -74,10 +64,6 @@ class MemoryTransport(StandaloneTransport):
         self._name = channel or f"instance-{uuid.uuid4().hex}"
         self._channel = _CHANNELS.setdefault(self._name, _Channel())
 
-    @property
-    def mailbox(self) -> Mailbox:
-        return self._channel
-
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._connected = True
         return Handoff(info=MemoryOffer(channel=self._name).to_json())
@@ -93,6 +79,9 @@ class MemoryTransport(StandaloneTransport):
         if oldest == self._channel.version:
             self._channel.tensors = None
 
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        self._channel.newest = arrival
+
     def latest_version(self) -> int:
         return max(self._last_version, self._channel.version)
 
@@ -101,11 +90,11 @@ class MemoryTransport(StandaloneTransport):
         if self._sends:
             self._channel.tensors = self._channel.newest = None
 
-    def attend(self, within: Deadline) -> LandingEnd:
-        return _MemoryWorker(self._name, self._channel)
+    def attend(self, within: Deadline) -> MemoryEnd:
+        return MemoryEnd(self._name, self._channel)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> LandingEnd:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> MemoryEnd:
         name = MemoryOffer.from_json(info, "the offer of a memory transport").channel
         channel = _CHANNELS.get(name)
         if channel is None:
@@ -114,13 +103,21 @@ class MemoryTransport(StandaloneTransport):
                 expected="trainer and engine in one process",
                 hint="use another transport, disk for example",
             )
-        return _MemoryWorker(name, channel)
+        return MemoryEnd(name, channel)
 
 
 @final
-class _MemoryWorker(LandingEnd):
+class MemoryEnd(StandaloneEnd):
+    """Copies versions out of a channel."""
+
     def __init__(self, name: str, channel: _Channel) -> None:
         self._name, self._channel = name, channel
+
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+            if self._channel.newest not in (None, received):
+                return self._channel.newest
+        return None
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         tensors = self._channel.tensors

@@ -45,16 +45,13 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, choose_backend
 from torchrl_ext.data.group.calls import made_in_time, run_beside
-from torchrl_ext.data.group.handoffs import GroupLoad, GroupWorker
-from torchrl_ext.data.group.links import dial, listen
-from torchrl_ext.data.group.meeting import Member
+from torchrl_ext.data.group.carrier import Carrier, Seat
+from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
 from torchrl_ext.data.group.nccl import NcclCarrier, new_unique_id, package
-from torchrl_ext.data.group.notes import NoteStore
-from torchrl_ext.data.group.process_group import Carrier, Group, Seat
-from torchrl_ext.data.transports.base import Arrival, Handoff, LandingEnd, Update, Worker
+from torchrl_ext.data.group.store import KeyStore, dial, listen
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
 from torchrl_ext.data.transports.buckets import Bucket, Span
 from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
-from torchrl_ext.data.transports.standalone import Mailbox, StandaloneTransport
 
 __all__ = ["NAME", "GroupInvitation", "Meeting", "NativeTransport"]
 
@@ -79,30 +76,20 @@ class GroupInvitation(Wire, frozen=True, omit_defaults=True):
 
 
 @final
-class _NoNotes(NoteStore):
-    """The notes of a group whose workers leave none, and of which the trainer awaits none."""
+class Meeting(KeyStore):
+    """A store of torch's, at which stock engines meet their trainer: ranks leave no word of ours in it.
 
-    def _ask(self, request: Any, within: Deadline | None = None) -> list[str]:
-        return []
-
-    def collect(self, beginning: str, ranks: Iterable[int], within: Deadline) -> dict[int, Any]:
-        return dict.fromkeys(ranks, 0)
-
-    def close(self) -> None:
-        pass
-
-
-class Meeting(Member):
-    """One group at a store of its own, from its invitation to its end.
-
-    The trainer keeps the store until the end, by which workers see that it is gone.
+    The trainer keeps it until the end of the group, by which workers see that the trainer is gone.
 
     Args:
         make: ``"sglang"`` or ``"vllm"``.
         where: the ranks meet; the trainer replaces port 0 by a free one.
         rank: of this process; 0 is the trainer.
         device: where tensors travel from and to.
-        within: deadline of reaching the store.
+        within: deadline of reaching the store, and of what the trainer's NCCL leaves there.
+
+    Attributes:
+        where: what other ranks need.
 
     Raises:
         TransportError: there are too many ranks, the trainer's port is taken, or another thread ended the wait.
@@ -110,34 +97,32 @@ class Meeting(Member):
     """
 
     def __init__(self, make: str, where: GroupInvitation, rank: int, *, device: torch.device, within: Deadline) -> None:
-        self.make, self.rank, self._where, self._device = make, rank, where, device
-        super().__init__()
-        self._unformed: Group | None = None
+        super().__init__(where.master_address, where.master_port, "")
+        self._rank, self._device, self._within = rank, device, within
+        self._first = make == "vllm" and where.backend == "nccl"  # which sums up one number before anything else
         self._making: Future[Group] | None = None
-        self._kept: Any = None
-        if make == "vllm" and where.backend == "nccl" and where.world_size > _MOST_RANKS:
+        self._group: Group | None = None
+        if self._first and where.world_size > _MOST_RANKS:
             raise TransportError(
                 f"a group of {where.world_size} ranks", expected=f"{_MOST_RANKS} ranks or fewer, as vLLM has it"
             )
         near, port = where.master_address, where.master_port
+        kept = None
         if rank == 0:
-            self._kept = _keep_store(near, port, within)
-            near, port = self._kept.host, self._kept.port  # workers may know it by the address of a proxy
-            self._where = msgspec.structs.replace(where, master_port=port)
+            kept = _keep_store(near, port, within)
+            near, port = kept.host, kept.port  # workers may know it by the address of a proxy
+            where = msgspec.structs.replace(where, master_port=port)
         else:
             dial(near, port, within).close()
-        self._store: Any = made_in_time(partial(_store_at, near, port, max(1.0, within.left_s)), within)
+        store: Any = made_in_time(partial(_store_at, near, port, max(1.0, within.left_s)), within)
         name, kind = where.group_name, "cuda" if where.backend == "nccl" else "cpu"
-        self._keys: Any = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
+        self._keys: Any = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        self._open: Any = [kept, store, self._keys]
+        self.where = where
+        if rank == 0 and self._first:
+            self.where = msgspec.structs.replace(where, nccl_unique_id_b64=self._unique_id(within))
 
-    def invite(self, within: Deadline) -> GroupInvitation:
-        """Return what other ranks need (trainer).
-
-        Raises:
-            TransportError, DeadlineError: NCCL gives no unique id.
-        """
-        if self.make == "sglang" or self._where.backend != "nccl":
-            return self._where
+    def _unique_id(self, within: Deadline) -> str:
         if package() is not None:
             unique_id = made_in_time(new_unique_id, within)
             self._keys.set(_ID_KEY, unique_id)  # for ranks with our plugin that have no nccl4py
@@ -147,63 +132,69 @@ class Meeting(Member):
             if making.done():
                 making.result()
             unique_id = self._keys.get(_ID_KEY)
-        unique_id_b64 = base64.b64encode(unique_id).decode("ascii")
-        self._where = msgspec.structs.replace(self._where, nccl_unique_id_b64=unique_id_b64)
-        return self._where
+        return base64.b64encode(unique_id).decode("ascii")
 
-    def form(self, within: Deadline) -> None:
-        """Wait until every rank is there; the meeting ends where one is not.
+    def form(self, within: Deadline) -> Group:
+        """Wait until every rank is there, and return their group; the store closes where one is not.
 
         Raises:
             DeadlineError: not every rank came in time.
             TransportError: a rank left, or another thread ended the wait.
         """
-        address, port, size = self._where.master_address, self._where.master_port, self._where.world_size
+        where = self.where
         try:
             make = partial(self._made, within) if self._making is None else self._making.result
-            self._group = made_in_time(make, within)
-            self._unformed = None
-            if self._store is None:
+            group: Group = made_in_time(make, within)
+            if not self._open:
                 raise TransportError("another thread ended the group")
+            return group
         except BaseException as error:
             self.close()
             if not isinstance(error, (DeadlineError, TransportError)):
                 raise
             raise type(error)(
-                f"the {size} ranks of a group did not meet at {address}:{port}: {error.what}",
+                f"the {where.world_size} ranks of a group did not meet at {where.master_address}:{where.master_port}: "
+                f"{error.what}",
                 expected="every worker of every engine joins at the same time",
                 state="no group was formed",
                 hint="read the engines' logs; they must reach this address (master_address) and port",
             ) from error
 
     def _made(self, within: Deadline) -> Group:
-        where = self._where
+        where = self.where
         peers = {0: "the trainer", **dict.fromkeys(range(1, where.world_size), "of an engine")}
-        notes = _NoNotes(where.master_address, where.master_port, "")
-        seat = Seat(notes, where.group_name, self.rank, peers, self._device, where.backend, within)
-        first = self.make == "vllm" and where.backend == "nccl"
+        seat = Seat(self, self._rank, peers, self._device, where.backend, within)
         carrier: Carrier
         if where.backend != "nccl":
             carrier = GlooCarrier(seat, self._keys, **_GLOO)
-        elif first and package() is not None:
+        elif self._first and package() is not None:
             carrier = NcclCarrier(seat, base64.b64decode(where.nccl_unique_id_b64 or ""))
         else:
             carrier = TorchCarrier(seat, self._keys)
-        group = self._unformed = Group(seat, carrier)
-        if first:
+        group = self._group = Group(seat, carrier)
+        if self._first:
             group.total(0.0)
         return group
 
-    def close(self) -> None:
-        """End the group, and every wait in it. May be called twice.
+    def find(self, key: str, within: Deadline | None = None) -> Any:
+        return None
 
-        Workers that still wait at the trainer's store see its connections closed; a thread of this process does, too.
-        """
-        groups, self._group, self._unformed = (self._group, self._unformed), None, None
-        self._kept = self._store = self._keys = None
-        for group in groups:
-            if group is not None:
-                group.sever()
+    def collect(self, beginning: str, ranks: Iterable[int], within: Deadline) -> dict[int, Any]:
+        """Return 0 for each rank: the trainer awaits no word of a worker."""
+        return dict.fromkeys(ranks, 0)
+
+    def lost(self, within: Deadline | None = None) -> str:
+        return ""
+
+    def close(self, reason: str = "") -> None:
+        """Let go of torch's store, and end a group of it that is not formed yet."""
+        self._open = self._keys = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.sever()
+
+    def _do(self, request: Any) -> None:
+        pass
 
 
 def _keep_store(host: str, port: int, within: Deadline) -> Any:
@@ -293,8 +284,10 @@ def layout_of(
     return tuple(buckets), calls
 
 
-class NativeTransport(StandaloneTransport):
+class NativeTransport(VLLMCollectiveTransport):
     """Broadcasts full versions from the trainer (rank 0) to workers of stock engines (ranks 1 and up), all of one make.
+
+    Without a control layer both ends are ours.
 
     Args:
         make: make of the engines: ``"sglang"`` or ``"vllm"``.
@@ -327,17 +320,15 @@ class NativeTransport(StandaloneTransport):
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(timeout_s=timeout_s)
         if make not in MAKES:
             raise ConfigError(
                 f"engines of make {make!r} have no broadcast of their own that this library knows",
                 expected=" or ".join(map(repr, MAKES)),
             )
-        self.make: Make = make
         where = (master_address, master_port, rank, world_size, device)
-        how: dict[str, Any] = {"backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
-        self._standalone = VLLMCollectiveTransport(*where, **how)
-        if make == "vllm" and backend is None and self._standalone.backend != "nccl":
+        super().__init__(*where, backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        self.make: Make = make
+        if make == "vllm" and backend is None and self.backend != "nccl":
             raise ConfigError(
                 "stock vLLM takes broadcasts only by NCCL, and this process uses no CUDA device",
                 expected="a CUDA device, for a trainer that stock vLLM follows",
@@ -345,97 +336,39 @@ class NativeTransport(StandaloneTransport):
             )
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes}", expected="1 or more")
-        self._meeting: Meeting | None = None
-        self._groups = self._handoffs = 0
+        self._groups = 0
+        self._stock = False
 
-    # the trainer's end
-
-    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        """See `Transport.open`; opens a new group at a new store, and ends the last group.
-
-        Raises:
-            ConfigError: the world size given at construction is another one.
-            TransportError: the port is taken.
-        """
-        own = self._standalone
-        if workers == 0:
-            return own.open(0, params, within)
-        size = own.size_with(workers)
-        self._leave()
+    def _open(self, size: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
+        self._stock = private  # a control layer drives engines
+        if not private:
+            return super()._open(size, params, private=False)
+        self.close()
         self._groups += 1
         where = GroupInvitation(
-            master_address=own.master_address,
-            master_port=own.master_port,
+            master_address=self.master_address,
+            master_port=self.master_port,
             world_size=size,
             # SGLang may still hold the last one by its name
             group_name=f"{NAME}-{self._groups}" if self.make == "sglang" else NAME,
-            backend=own.backend,
+            backend=self.backend,
         )
-        meeting = self._meeting = Meeting(self.make, where, own.rank, device=own.device, within=within)
-        offer = NativeOffer(make=self.make, group=meeting.invite(within), bucket_bytes=own.bucket_bytes)
-        return Handoff(info=offer.to_json(), transfer=lambda within: meeting.form(within.again()))
-
-    def _leave(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
+        within = Deadline(self.timeout_s)
+        meeting = self.member.keep(Meeting(self.make, where, self.rank, device=self.device, within=within))
+        offer = NativeOffer(make=self.make, group=meeting.where, bucket_bytes=self.bucket_bytes)
+        return Handoff(info=offer.to_json(), transfer=lambda within: self.member.take(meeting.form(within.again())))
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
-        meeting, bucket_bytes = self._meeting, self._standalone.bucket_bytes
-        if meeting is None:
-            return self._standalone.prepare(update, within)
-        buckets, calls = layout_of(update.params, self.make, bucket_bytes)
+        if not self._stock:
+            return super().prepare(update, within)
+        group, size = self.member.group(within), self.bucket_bytes
+        buckets, calls = layout_of(update.params, self.make, size)
         self._handoffs += 1
-        load = NativeLoad(
-            group=meeting.carrier().generation,
-            handoff=self._handoffs,
-            make=self.make,
-            bucket_bytes=bucket_bytes,
-            calls=calls,
-        )
-        handoff = broadcast(meeting, load, update, buckets, bucket_bytes=bucket_bytes, sliced=False)
-
-        def transfer(within: Deadline) -> None:
-            try:
-                handoff.transfer(within)
-            except BaseException:
-                self._leave()  # frees the workers that wait for the rest
-                raise
-
-        return replace(handoff, transfer=transfer)
-
-    def check_connection(self) -> bool:
-        return self._standalone.check_connection() if self._meeting is None else self._meeting.connected
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._standalone.shutdown()
-        self._leave()
-
-    # without a control layer
-
-    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
-        """Form the group without a control layer; every rank calls this at the same time.
-
-        Args:
-            model_metadata: as for `VLLMCollectiveTransport.init_all_workers_group`, with its errors.
-        """
-        self._leave()
-        self._standalone.init_all_workers_group(model_metadata)
-
-    @property
-    def mailbox(self) -> Mailbox:
-        return self._standalone.mailbox
-
-    def attend(self, within: Deadline) -> LandingEnd:
-        return self._standalone.attend(within)
-
-    def abort(self) -> None:
-        super().abort()
-        self._standalone.abort()
+        load = NativeLoad(handoff=self._handoffs, make=self.make, bucket_bytes=size, calls=calls)
+        return broadcast(group, load, update, buckets, bucket_bytes=size, sliced=False)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:  # type: ignore[override]
         """As `Transport.join`.
 
         Raises:
@@ -445,10 +378,12 @@ class NativeTransport(StandaloneTransport):
         group = offer.group
         if not 0 < here.rank < group.world_size:
             raise ConfigError(f"worker rank {here.rank} does not exist in world_size {group.world_size}")
-        device, _ = choose_backend(None, group.backend)
-        meeting = Meeting(offer.make, group, here.rank, device=device, within=within)
-        meeting.form(within.again())
-        return NativeWorker(meeting)
+        device, backend = choose_backend(None, group.backend)
+        where = (group.master_address, group.master_port, "")
+        member = Member(*where, device=device, backend=backend, timeout_s=within.timeout_s)
+        meeting = member.keep(Meeting(offer.make, group, here.rank, device=device, within=within))
+        member.take(meeting.form(within.again()))
+        return NativeWorker(member)
 
 
 @final

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.landing.loader import as_loader
 from torchrl_ext.data.transports.base import Arrival, LandingEnd, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import inner_model
 
-__all__ = ["Mailbox", "StandaloneTransport"]
+__all__ = ["StandaloneEnd", "StandaloneTransport"]
 
 
-class Mailbox(ABC):
-    """Announces versions from a trainer to its workers when there is no control layer."""
-
-    def put(self, arrival: Arrival, within: Deadline) -> None:  # noqa: B027 - workers may see a version by themselves
-        """Announce a version to the workers (trainer end), before ``transfer`` of its handoff."""
+class StandaloneEnd(LandingEnd):
+    """A worker's end that learns of versions by itself."""
 
     @abstractmethod
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        """Return the newest version other than ``received``, or None at the deadline (worker end)."""
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """Return the newest version other than ``received``, or None at the deadline."""
 
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:  # noqa: B027 - nobody may wait for this worker
-        """Tell the trainer not to wait, as a version from `get` cannot be loaded because of ``error`` (worker end)."""
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        """Tell the trainer not to wait, as a version from `next` cannot be loaded because of ``error``."""
 
 
 class StandaloneTransport(Transport):
     """A transport that needs no control layer: `send_weights` on the trainer, `receive_weights` on a worker.
 
-    An instance is either a trainer's or a worker's; a worker's creates its `LandingEnd` with `attend` on the first
+    An instance is either a trainer's or a worker's; a worker's creates its `StandaloneEnd` with `attend` on the first
     receive.
 
     Args:
@@ -42,7 +38,7 @@ class StandaloneTransport(Transport):
     """
 
     _received: Arrival | None = None
-    _end: LandingEnd | None = None
+    _end: StandaloneEnd | None = None
     _within: Deadline | None = None  # of the call that runs
     _connected = False
     _last_version = 0
@@ -52,14 +48,12 @@ class StandaloneTransport(Transport):
         """The version that `receive_weights` returned last; 0 before the first."""
         return 0 if self._received is None else self._received.version
 
-    @property
     @abstractmethod
-    def mailbox(self) -> Mailbox:
-        """The mailbox of this end."""
-
-    @abstractmethod
-    def attend(self, within: Deadline) -> LandingEnd:
+    def attend(self, within: Deadline) -> StandaloneEnd:
         """Return the worker end of this instance, which needs no invitation."""
+
+    def announce(self, arrival: Arrival, within: Deadline) -> None:
+        """Announce a version to the workers, before ``transfer`` of its handoff."""
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         """Connect standalone ends, under TorchRL's name for it; only a collective transport forms a group.
@@ -99,22 +93,15 @@ class StandaloneTransport(Transport):
         within = self._within = Deadline(self.timeout_s, f"the workers of this {self.name} transport")
         with passing(self, update.source):
             handoff = self.prepare(update, within)
-            handoff.ahead(within)
-            arrival = Arrival(version=update.version, params=update.params, info=handoff.info)
-            self.mailbox.put(arrival, within)
-            handoff.transfer(within)
+            try:
+                handoff.ahead(within)
+                self.announce(Arrival(version=update.version, params=update.params, info=handoff.info), within)
+                handoff.transfer(within)
+            except BaseException:
+                self.close()  # workers may hold a part of the version
+                raise
         self._connected = True
         handoff.served(None)
-
-    def announce(self, info: Info) -> None:
-        """Announce a version to the workers, for a control layer that cannot reach them.
-
-        Args:
-            info: the info of `prepare`, plus ``version`` and ``params``.
-        """
-        params = tuple(map(ParamMeta.from_json, info["params"]))
-        within = Deadline(self.timeout_s, f"the workers of this {self.name} transport")
-        self.mailbox.put(Arrival(version=info["version"], params=params, info=info), within)
 
     def latest_version(self) -> int:
         return self._last_version
@@ -146,7 +133,7 @@ class StandaloneTransport(Transport):
             self._end = self.attend(within)
         received = None
         while received is None:
-            arrival = self.mailbox.get(within, self._received)
+            arrival = self._end.next(within, self._received)
             if arrival is None:
                 return None
             self._connected = True
@@ -154,7 +141,7 @@ class StandaloneTransport(Transport):
                 for loader in loaders:
                     loader.check(arrival.params)
             except Exception as error:
-                self.mailbox.refuse(arrival, error)
+                self._end.refuse(arrival, error)
                 raise
             with suppress(FileNotFoundError):  # removed while it was read: a newer one is there
                 received = dict(self._end.receive(arrival, targets(), Deadline(self.timeout_s, who, within.stop)))
@@ -185,6 +172,7 @@ class StandaloneTransport(Transport):
 
     def shutdown(self) -> None:
         self.abort()
+        super().shutdown()
         self._connected = False
         end, self._end = self._end, None
         if end is not None:

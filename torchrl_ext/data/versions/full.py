@@ -1,20 +1,17 @@
-"""Full versions: complete Hugging Face checkpoints, written while tensors come, with our manifest as the last file.
-
-A reader verifies each tensor before it hands it on.
-"""
+"""Full versions: complete Hugging Face checkpoints, written while tensors come, and read with every tensor verified."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from io import FileIO
+from itertools import islice, zip_longest
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import torch
@@ -23,35 +20,36 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.stores.folders import read_version, version_name
-from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, Placed
+from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.manifest import MANIFEST, FilePlace, Manifest, version_name
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.stores.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
 from torchrl_ext.data.weights.checkpoint import companion_files
 from torchrl_ext.data.weights.digests import byte_view
 from torchrl_ext.data.weights.source import WeightSource, checked
 
-__all__ = ["FilePlace", "FullWriter", "PublishedVersion", "write_shards"]
+__all__ = ["FullWriter", "PublishedVersion", "write_shards"]
 
-_BATCH_BYTES = 8 << 20
-_SYNC_BYTES = 64 << 20
-_MAX_BUFFERS = 512  # below IOV_MAX
-_SMALL_BYTES = 16 << 10  # of a tensor: smaller ones are copied together, as a buffer each would cost more
+_BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
+_BUFFER_BYTES = 128 << 10  # of a file
+_SMALL_BYTES = 16 << 10  # of a tensor: smaller ones are copied together, as a view of each would cost more
+_INDEX = "model.safetensors.index.json"
+
+_Item = TypeVar("_Item")
+_Pairs = Iterator[tuple[ParamMeta, Tensor]]
+_Placed = tuple[ParamMeta, str, str]  # with its file, and its checksum
 
 
-def write_shards(
-    folder: Path, shards: Sequence[Layout], pairs: Iterator[tuple[ParamMeta, Tensor]], *, in_flight_bytes: int
-) -> dict[str, str]:
+def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[str, str]:
     """Write ``pairs`` into ``shards`` under ``folder``, durably.
 
-    Tensors on the CPU are written from their own memory; what a source gathers or copies is freed as soon as it is
-    written, and no more than ``in_flight_bytes`` (or one tensor) waits.
+    Tensors on the CPU are written from their own memory, where `safetensors.torch.save_file` copies them first. What a
+    source gathers or copies is freed as soon as it is written: two batches of `_BATCH_BYTES`, or two tensors, are held.
 
     Args:
         folder: where the files go.
         shards: layouts whose parameters, one shard after the other, are those of ``pairs``.
         pairs: `(meta, tensor)` in order.
-        in_flight_bytes: bound on the bytes handed over and not yet written.
 
     Returns:
         xxh3-128 of each tensor's bytes, as 32 hex digits, by name.
@@ -59,129 +57,90 @@ def write_shards(
     Raises:
         OSError: a write failed; the files are incomplete.
     """
-    checksums: dict[str, str] = {}
-    writer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-write")  # two would wait for one inode's lock
-    syncer = ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-fsync")
-    handed, in_flight = deque[tuple[Future[None], int]](), 0  # batches in the order in which they are written
-    synced: list[Future[None]] = []
-    with ExitStack() as files:
-        try:
-            for shard in shards:
-                file = files.enter_context(open(folder / shard.name, "xb", buffering=0))
-                batch: list[tuple[ParamMeta, Tensor]] = []
-                written: list[Future[None]] = []
-                waiting = unsynced = 0
-                head = shard.header
-                for last in range(len(shard.params) - 1, -1, -1):
-                    meta, tensor = next(pairs)
-                    tensor = tensor.detach().cpu() if tensor.requires_grad else tensor.cpu()
-                    batch.append((meta, tensor))
-                    waiting += tensor.nbytes
-                    if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
-                        while handed and (handed[0][0].done() or in_flight + waiting > in_flight_bytes):
-                            future, nbytes = handed.popleft()
-                            future.result()
-                            in_flight -= nbytes
-                        written.append(
-                            writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums)
-                        )
-                        handed.append((written[-1], waiting))
-                        in_flight += waiting
-                        unsynced += waiting
-                        batch, waiting, head = [], 0, b""
-                    if unsynced >= _SYNC_BYTES:  # the device starts while later tensors are still copied
-                        synced.append(syncer.submit(_sync, file, written, False))
-                        written, unsynced = [], 0
-                if head:  # a file without tensors
-                    written.append(writer.submit(_write_batch, file.fileno(), head, shard.offsets, batch, checksums))
-                synced.append(syncer.submit(_sync, file, written, True))
-            next(pairs, None)  # lets the source say that it has more than it declared
-            for future in synced:
-                future.result()
-        finally:
-            writer.shutdown(cancel_futures=True)
-            syncer.shutdown(cancel_futures=True)
+    checksums, synced = dict[str, str](), list[Future[None]]()
+    with (
+        ExitStack() as files,
+        ThreadPoolExecutor(1, "torchrl-ext-write") as writer,  # two would wait for one inode's lock
+        ThreadPoolExecutor(1, "torchrl-ext-fsync") as syncer,  # while the next shard is written
+    ):
+        for shard in shards:
+            file = files.enter_context(open(folder / shard.name, "xb", buffering=_BUFFER_BYTES))
+            file.write(shard.header)
+            written = writer.submit(file.flush)
+            coming = ((meta, tensor.cpu()) for meta, tensor in islice(pairs, len(shard.params)))
+            for batch in _batches(coming, lambda pair: pair[1].nbytes):
+                written.result()
+                written = writer.submit(_write_batch, file, shard.offsets, batch, checksums)
+                del batch  # the writer alone holds on to it
+            written.result()
+            synced.append(syncer.submit(_sync, file))
+        next(pairs, None)  # lets the source say that it has more than it declared
+        for future in synced:
+            future.result()
     return checksums
 
 
+def _batches(items: Iterable[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Yield items in order, as many together as are handed from one thread to another."""
+    batch, size = list[_Item](), 0
+    for item in items:
+        batch.append(item)
+        size += nbytes(item)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def _write_batch(
-    descriptor: int,
-    head: bytes,
-    offsets: Mapping[str, int],
-    batch: list[tuple[ParamMeta, Tensor]],
-    checksums: dict[str, str],
+    file: BinaryIO, offsets: Mapping[str, int], batch: list[tuple[ParamMeta, Tensor]], checksums: dict[str, str]
 ) -> None:
-    """Write tensors, neighbours with one system call, and take their checksums while they are in the core's cache.
+    """Write tensors, and take their checksums while they are in the core's cache.
 
     Args:
-        descriptor: of the file.
-        head: what stands at its beginning, with its first tensors.
+        file: where to.
         offsets: where each tensor goes.
         batch: the tensors; emptied on the way, so that what is written is freed.
         checksums: takes the xxh3-128 of each.
     """
-    pieces, begin, end = [memoryview(head)] if head else [], 0, len(head)
+    at = file.tell()
     while batch:
-        run = _run(batch, offsets)
+        run = [batch.pop(0)]
+        begin = offsets[run[0][0].name]
+        if at != begin:
+            file.seek(begin)
+        at = begin + run[0][1].nbytes
+        while batch and max(run[-1][1].nbytes, batch[0][1].nbytes) < _SMALL_BYTES:
+            meta, tensor = batch[0]
+            if offsets[meta.name] != at or tensor.dtype != run[0][1].dtype:
+                break
+            run.append(batch.pop(0))
+            at += tensor.nbytes
         flat = run[0][1] if len(run) == 1 else torch._utils._flatten_dense_tensors([tensor for _, tensor in run])
-        hasher, view, offset = xxhash.xxh3_128(), byte_view(flat).numpy().data, offsets[run[0][0].name]
-        for at in range(0, len(view), CHUNK_BYTES):
-            chunk = view[at : at + CHUNK_BYTES]
-            if len(run) == 1:
-                hasher.update(chunk)
-            if offset + at != end or len(pieces) >= _MAX_BUFFERS or end - begin >= CHUNK_BYTES:
-                _write(descriptor, pieces, begin)
-                pieces, begin, end = [], offset + at, offset + at
-            pieces.append(chunk)
-            end += len(chunk)
+        view = byte_view(flat).numpy().data
         if len(run) == 1:
-            checksums[run[0][0].name] = hasher.hexdigest()
-        else:
-            for meta, tensor in run:
-                at = offsets[meta.name] - offset
-                checksums[meta.name] = xxhash.xxh3_128_hexdigest(view[at : at + tensor.nbytes])
-        del run, flat
-    _write(descriptor, pieces, begin)
+            checksums[run[0][0].name] = _put(file, view)
+            continue
+        file.write(view)
+        for meta, tensor in run:
+            first = offsets[meta.name] - begin
+            checksums[meta.name] = xxhash.xxh3_128_hexdigest(view[first : first + tensor.nbytes])
 
 
-def _run(batch: list[tuple[ParamMeta, Tensor]], offsets: Mapping[str, int]) -> list[tuple[ParamMeta, Tensor]]:
-    """Take the next tensor from a batch, or small ones of one dtype that follow one another in the file."""
-    run = [batch.pop(0)]
-    after, dtype = offsets[run[0][0].name], run[0][1].dtype
-    while batch and batch[0][1].nbytes < _SMALL_BYTES and run[-1][1].nbytes < _SMALL_BYTES:
-        after += run[-1][1].nbytes
-        if offsets[batch[0][0].name] != after or batch[0][1].dtype != dtype:
-            break
-        run.append(batch.pop(0))
-    return run
+def _put(file: BinaryIO, view: memoryview) -> str:
+    """Write a tensor, chunk by chunk, and return its checksum."""
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, len(view), CHUNK_BYTES):
+        hasher.update(chunk := view[begin : begin + CHUNK_BYTES])
+        file.write(chunk)
+    return hasher.hexdigest()
 
 
-def _write(descriptor: int, pieces: list[memoryview], offset: int) -> None:
-    while pieces:
-        count = os.pwritev(descriptor, pieces, offset)
-        offset += count
-        while pieces and count >= len(pieces[0]):
-            count -= len(pieces.pop(0))
-        if pieces:
-            pieces[0] = pieces[0][count:]
-
-
-def _sync(file: FileIO, written: list[Future[None]], last: bool) -> None:
-    """Wait for batches to be written, and flush them to the device; close the file after the last ones."""
-    for future in written:
-        future.result()
-    if last:
-        os.fsync(file.fileno())
-        file.close()
-    else:
-        os.fdatasync(file.fileno())
-
-
-_INDEX = "model.safetensors.index.json"
-_IN_FLIGHT_BYTES = 64 << 20
-
-FilePlace = tuple[str, str]
-"""The file that holds a tensor, and the xxh3-128 of the tensor's bytes (32 hex digits)."""
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
 
 
 class FullWriter:
@@ -208,7 +167,7 @@ class FullWriter:
         return sum(map(attrgetter("nbytes"), params)) + 256 * len(params) + sum(map(len, self._files.values()))
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
-        """Write every file of a version into ``draft``, the manifest last.
+        """Write every file of a full version into ``draft``, the manifest last.
 
         Raises:
             OSError: no space, or another fault of the filesystem; `LocalStore.draft` explains it.
@@ -216,10 +175,14 @@ class FullWriter:
         """
         params = source.params()
         placed, sizes = self.write_tensors(draft, [params], 0, checked(source, params))
-        return self.finish(draft, source.files(), version, run_id, params, placed, sizes)
+        files = self.finish(draft, source.files(), version, params, placed, sizes)
+        full = tuple(placed[meta.name] for meta in params)
+        manifest = Manifest(version=version, run_id=run_id, params=params, files=files, full=full)
+        draft.write(MANIFEST, manifest.to_bytes())
+        return manifest
 
     def write_tensors(
-        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
+        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: _Pairs
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
         """Write the tensors that a rank owns into ``draft``.
 
@@ -240,8 +203,7 @@ class FullWriter:
         if total > len(shards):
             names = (f"model-{first + at:05d}-of-{total:05d}.safetensors" for at in range(1, len(shards) + 1))
             shards = [replace(shard, name=name) for shard, name in zip(shards, names, strict=True)]
-        in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
-        sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
+        sums = write_shards(draft.path, shards, pairs)
         placed = {meta.name: (shard.name, sums[meta.name]) for shard in shards for meta in shard.params}
         return placed, {shard.name: shard.nbytes for shard in shards}
 
@@ -250,17 +212,16 @@ class FullWriter:
         draft: Draft,
         files: Mapping[str, bytes],
         version: int,
-        run_id: str,
         params: Sequence[ParamMeta],
         placed: Mapping[str, FilePlace],
         sizes: Mapping[str, int],
-    ) -> Manifest:
-        """Write what stands beside the tensors, the manifest last, when every rank has written.
+    ) -> dict[str, int]:
+        """Write what stands beside the tensors but the manifest, when every rank has written; return all sizes.
 
         Args:
             draft: of the version.
             files: of the source.
-            version, run_id: of the manifest.
+            version: its number.
             params: all of them, in order.
             placed, sizes: as `write_tensors` returned them, of all ranks.
         """
@@ -273,20 +234,12 @@ class FullWriter:
         files[_INDEX] = msgspec.json.format(msgspec.json.encode(index)) + b"\n"
         for name, data in files.items():
             draft.write(name, data)
-        rows = ((meta, placed[meta.name]) for meta in params)
-        manifest = Manifest(
-            version=version,
-            run_id=run_id,
-            params=tuple(Placed(meta=meta, file=file, checksum=checksum) for meta, (file, checksum) in rows),
-            files={**sizes, **{name: len(data) for name, data in files.items()}},
-        )
-        draft.write(MANIFEST, manifest.to_bytes())
-        return manifest
+        return {**sizes, **{name: len(data) for name, data in files.items()}}
 
 
 def _checked_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     for name in files:
-        taken = name in (MANIFEST, _INDEX) or name.endswith(".safetensors")
+        taken = name in (MANIFEST, _INDEX) or name.endswith(".safetensors") or name.startswith("delta-")
         if taken or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
             raise ConfigError(
                 f"a checkpoint cannot hold a file called {name!r} beside its weights",
@@ -303,7 +256,7 @@ class PublishedVersion:
     Args:
         store: where the version is.
         number: the version.
-        manifest: what it holds, where that is known; a ``checksum`` of "" is not compared.
+        manifest: of the version, where it was read.
 
     Raises:
         FileNotFoundError: the version is not there (any more).
@@ -315,22 +268,20 @@ class PublishedVersion:
     """
 
     def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
-        if manifest is None:
-            found = read_version(store, number)
-            if found.full is None:
-                raise IntegrityError(
-                    f"{store.url}/{version_name(number)} is a delta",
-                    expected="a full version",
-                    hint="follow this root with the delta transport",
-                )
-            manifest = found.full
-        self.number, self.manifest = number, manifest
+        manifest = Chain(store).version(number) if manifest is None else manifest
+        folder = version_name(number)
+        self.number, self.manifest, self.path = number, manifest, f"{store.url}/{folder}"
+        if manifest.full is None:
+            raise IntegrityError(
+                f"{self.path} is a delta",
+                expected="a full version",
+                hint="follow this root with the delta transport",
+            )
+        self._placed = [(meta, *place) for meta, place in zip(manifest.params, manifest.full, strict=True)]
         self._files: dict[str, TensorFile] = {}
         self._verified = False
-        folder = version_name(number)
-        self.path = f"{store.url}/{folder}"
         try:
-            for name in sorted(set(map(attrgetter("file"), manifest.params))):
+            for name in sorted({file for file, _ in manifest.full}):
                 try:
                     found_at = store.open(f"{folder}/{name}")
                 except FileNotFoundError as error:
@@ -347,17 +298,17 @@ class PublishedVersion:
                         f"{file.path} has {file.nbytes:,} bytes",
                         expected=f"{manifest.files[name]:,}, as in the manifest",
                     )
-            for placed in manifest.params:
-                entry = self._files[placed.file].entries.get(placed.meta.name)
-                if entry is None or entry[0] != placed.meta:
-                    raise IntegrityError(f"{self.path}/{placed.file} does not hold {placed.meta}, as the manifest says")
+            for meta, name, _ in self._placed:
+                entry = self._files[name].entries.get(meta.name)
+                if entry is None or entry[0] != meta:
+                    raise IntegrityError(f"{self.path}/{name} does not hold {meta}, as the manifest says")
         except BaseException:
             self.close()
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
         """Return the parameters of the version, in order."""
-        return tuple(placed.meta for placed in self.manifest.params)
+        return self.manifest.params
 
     def check(self, params: tuple[ParamMeta, ...], run_id: str | None) -> None:
         """Compare the manifest with what the trainer says that it published.
@@ -376,16 +327,13 @@ class PublishedVersion:
                 expected=f"run {run_id}, the trainer that announced it",
                 hint="give each trainer its own root",
             )
-        held = self.params()
-        for meta, wanted in zip(held, params, strict=False):
+        for meta, wanted in zip_longest(self.params(), params):
             if meta != wanted:
-                raise ManifestError(f"{self.path} holds {meta}", expected=str(wanted), state="nothing was read")
-        if len(held) != len(params):
-            raise ManifestError(
-                f"{self.path} holds {len(held)} parameters",
-                expected=str(len(params)),
-                state="nothing was read",
-            )
+                raise ManifestError(
+                    f"{self.path} holds {meta or f'{len(self.params())} parameters'}",
+                    expected=str(wanted or len(params)),
+                    state="nothing was read",
+                )
 
     def verify(self) -> None:
         """Verify the checksum of every tensor, unless an earlier call did.
@@ -394,8 +342,8 @@ class PublishedVersion:
             IntegrityError: names the first tensor whose bytes differ, and its file.
         """
         scratch = torch.empty(max((file.chunk_bytes for file in self._files.values()), default=0), dtype=torch.uint8)
-        for placed in () if self._verified else self.manifest.params:
-            self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
+        for meta, file, checksum in () if self._verified else self._placed:
+            self._compare(meta, file, checksum, self._files[file].checksum(meta.name, scratch))
         self._verified = True
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -410,10 +358,10 @@ class PublishedVersion:
         """
         if into:
             self.verify()
-        batches = self._batches()
+        batches = _batches(self._placed, lambda placed: placed[0].nbytes)
         with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
-            pending = ahead.submit(self._read, batches[0], into)
-            for following in (*batches[1:], []):
+            pending = ahead.submit(self._read, next(batches, []), into)
+            for following in (*batches, []):
                 read = pending.result()
                 pending = ahead.submit(self._read, following, into)
                 while read:  # the consumer alone holds on to what it was given
@@ -424,37 +372,26 @@ class PublishedVersion:
         for file in self._files.values():
             file.close()
 
-    def _batches(self) -> list[list[Placed]]:
-        """Return tensors in order, as many together as are read together."""
-        batches, held = list[list[Placed]]([[]]), 0
-        for placed in self.manifest.params:
-            if batches[-1] and held + placed.meta.nbytes > _BATCH_BYTES:
-                batches.append([])
-                held = 0
-            batches[-1].append(placed)
-            held += placed.meta.nbytes
-        return batches
-
-    def _read(self, batch: list[Placed], into: Mapping[str, Tensor]) -> deque[tuple[str, Tensor]]:
+    def _read(self, batch: list[_Placed], into: Mapping[str, Tensor]) -> deque[tuple[str, Tensor]]:
         read = deque[tuple[str, Tensor]]()
-        for placed in batch:
-            target = into.get(placed.meta.name)
+        for meta, file, checksum in batch:
+            target = into.get(meta.name)
             direct = (
                 target is not None
                 and target.device.type == "cpu"
                 and target.is_contiguous()
-                and ParamMeta.of(placed.meta.name, target) == placed.meta
+                and ParamMeta.of(meta.name, target) == meta
             )
-            tensor, checksum = self._files[placed.file].read(placed.meta.name, target if direct else None)
-            self._compare(placed, checksum)
-            read.append((placed.meta.name, tensor))
+            tensor, found = self._files[file].read(meta.name, target if direct else None)
+            self._compare(meta, file, checksum, found)
+            read.append((meta.name, tensor))
         return read
 
-    def _compare(self, placed: Placed, checksum: str) -> None:
-        if placed.checksum not in ("", checksum):
+    def _compare(self, meta: ParamMeta, file: str, checksum: str, found: str) -> None:
+        if found != checksum:
             raise IntegrityError(
-                f"tensor {placed.meta.name!r} in {self.path}/{placed.file} is damaged",
-                expected=f"xxh3-128 {placed.checksum}, found {checksum}",
+                f"tensor {meta.name!r} in {self.path}/{file} is damaged",
+                expected=f"xxh3-128 {checksum}, found {found}",
                 state=f"nothing of version {self.number} was used beyond the tensors before it",
                 hint="send the weights again, and check the disk",
             )

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.base.errors import IntegrityError, ManifestError
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.blocks import codec_from_json
-from torchrl_ext.data.deltas.streams import StreamPatch, decode_tensors, fold, worker_threads
-from torchrl_ext.data.deltas.table import apply_patch, units
+from torchrl_ext.data.deltas.blocks import KINDS, decode_block
+from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
+from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, units
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.data.stores.folders import RunVersion
-from torchrl_ext.data.stores.manifest import MANIFEST, Manifest
-from torchrl_ext.data.versions.open_delta import OpenDelta, Range, Wanted, needs_old
+from torchrl_ext.data.stores.manifest import BLOCKS, MANIFEST, DeltaManifest, Manifest, RunVersion
 from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
+from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import WeightSource
 
-__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "same_base"]
+__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "Wanted", "needs_old", "same_base"]
 
 
 class FullVersion(Protocol):
@@ -45,6 +45,36 @@ class FullVersion(Protocol):
 
 OpenFull = Callable[[int, Manifest], FullVersion]
 OpenBase = Callable[[], WeightSource]
+Wanted = Callable[[str], Sequence[Block] | None]
+"""Says which blocks of a parameter are wanted; None where all of it is."""
+
+
+def needs_old(manifest: DeltaManifest) -> bool:
+    """Return whether something in a delta is decoded with the old units of its range."""
+    return any(codec["name"] == "context" for codec in manifest.codecs)
+
+
+class _Range(NamedTuple):
+    """A range of a stream, in units."""
+
+    stream: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Delta:
+    """A delta, open for reading.
+
+    Attributes:
+        where: its folder, for messages.
+        manifest: of the delta.
+        changes: decodes the change of each range; takes the old units of it, where they are known.
+    """
+
+    where: str
+    manifest: DeltaManifest
+    changes: Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]
 
 
 class OpenRoute:
@@ -71,6 +101,7 @@ class OpenRoute:
         published: that keyframe, its files open.
         base: what stands in for a keyframe where the route starts at version 0.
         digests: digest of every tensor where the route ends, by name; none where it ends at a keyframe.
+        read_bytes: bytes of payloads that are read: when the route is opened, or later where they are many.
     """
 
     def __init__(
@@ -89,75 +120,87 @@ class OpenRoute:
         self.base = base() if base is not None and route.start is not None and self.held is None else None
         self.keyframe = route.keyframe
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
-        self.deltas: list[OpenDelta] = []
-        self._payloads, self._whole_bytes = Payloads(chain.store), 0
+        self.deltas: list[_Delta] = []
+        payloads, self.read_bytes = Payloads(chain.store), 0
         try:
             for folder, manifest in route.deltas:
-                self.deltas.append(self._opened(chain, folder, manifest, wanted if self.held is not None else None))
-            self._payloads.read()
+                if manifest.container == BLOCKS:
+                    changes = _in_blocks(payloads, folder, manifest, wanted if self.held is not None else None)
+                else:
+                    changes = self._in_files(chain, folder, manifest)
+                self.deltas.append(_Delta(where=f"{chain.store.url}/{folder}", manifest=manifest, changes=changes))
+            payloads.read()
+            self.read_bytes += payloads.nbytes
+            self._ranges = sorted({within for delta in self.deltas for within in delta.changes})
+            self._by_stream: dict[int, list[_Range]] = {}
+            for within in self._ranges:
+                self._by_stream.setdefault(within.stream, []).append(within)
+            self._check_layout()
         except BaseException:
             self.close()
             raise
+        self._table = self.deltas[0].manifest.table if self.deltas else ParamTable.of(())
         self._needs_old = any(needs_old(delta.manifest) for delta in self.deltas)
-        self._ranges = sorted({within for delta in self.deltas for within in delta.changes})
-        self._by_stream: dict[int, list[Range]] = {}
-        for within in self._ranges:
-            self._by_stream.setdefault(within.stream, []).append(within)
-        other = self._other_layout()
-        if other is not None:
-            self.close()
-            raise IntegrityError(
-                f"{other.where} lays out its blocks otherwise than {self.deltas[0].where}",
-                state="nothing was read",
-                hint="let the trainer publish a keyframe",
-            )
         self.digests = self.deltas[-1].manifest.hex_digests if self.deltas else {}
 
-    def _opened(self, chain: Chain, folder: str, manifest: DeltaManifest, wanted: Wanted | None) -> OpenDelta:
-        """Open a delta.
+    def _in_files(
+        self, chain: Chain, folder: str, manifest: DeltaManifest
+    ) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
+        """Return what changes, of a delta in files of whole parameters, which are read at once.
 
         Raises:
             FileNotFoundError: it was collected.
             IntegrityError, ManifestError: as `torchrl_ext.data.versions.payloads.FileEncoding.read`.
         """
-        where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
-        if manifest.container == BLOCKS:
-            return OpenDelta.of_blocks(self._payloads, folder, manifest, wanted)
-        encoding = codec_from_json(next(iter(manifest.codecs), {}))
+        where, files, placed = f"{chain.store.url}/{folder}", dict[str, memoryview](), manifest.placed.items()
+        try:
+            (name,) = (codec["name"] for codec in manifest.codecs)
+            encoding = encodings.make(name)
+        except (ValueError, ConfigError) as error:
+            raise ManifestError(
+                f"{where} has an unknown encoding: {error}", expected=f"one that lays out {manifest.container!r}"
+            ) from error
         if not isinstance(encoding, FileEncoding) or encoding.container != manifest.container:
             raise ManifestError(
-                f"{where} is coded as {encoding.name!r}, and laid out as {manifest.container!r}",
+                f"{where} is coded as {name!r}, and laid out as {manifest.container!r}",
                 expected=f"an encoding of that layout, or {BLOCKS!r}",
             )
-        try:
-            for name in manifest.files:
-                files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
-        except FileNotFoundError as error:
-            if MANIFEST not in chain.store.list(folder):  # collected in between
-                raise
-            raise incomplete(where, name, manifest, None) from error
-        for name, size in manifest.files.items():
-            self._whole_bytes += size
-            if len(files[name]) != size:
-                raise incomplete(where, name, manifest, len(files[name]))
-        return OpenDelta.of_patches(where, manifest, encoding.read(manifest, files, where))
+        for file, size in manifest.files.items():
+            try:
+                data = chain.store.get(f"{folder}/{file}")
+            except FileNotFoundError:
+                if MANIFEST not in chain.store.list(folder):  # collected in between
+                    raise
+                data = None
+            if data is None or len(data) != size:
+                lost = next((tensor for tensor, one in placed if one == file), None)
+                raise incomplete(where, file, manifest, None if data is None else len(data), lost)
+            files[file] = memoryview(data)
+            self.read_bytes += size
+        patches = encoding.read(manifest, files, where)
+        return {_Range(one.stream, one.start, one.size): partial(_as_read, one) for one in patches}
 
-    def _other_layout(self) -> OpenDelta | None:
-        """Return a delta whose ranges are not those of the first one; None for deltas of other models, too."""
-        if any(delta.table.params != self.params for delta in self.deltas):  # whoever opens the route says so
-            return None
-        for delta in self.deltas[1:]:
-            if not self.deltas[0].table.lays_out_as(delta.table):
-                return delta
-        for ranges in self._by_stream.values():
-            if any(one.start + one.size > other.start for one, other in pairwise(ranges)):
-                return self.deltas[-1]
-        return None
+    def _check_layout(self) -> None:
+        """Check that changes of all deltas can be folded range by range.
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of payloads that are read: when the route is opened, or later where they are many."""
-        return self._payloads.nbytes + self._whole_bytes
+        Raises:
+            IntegrityError: the ranges of one are not those of another; not raised for deltas of other models, as
+                whoever opens the route says so.
+        """
+        tables = [delta.manifest.table for delta in self.deltas]
+        if any(table.params != self.params for table in tables):
+            return
+        apart = all(
+            one.start + one.size <= other.start
+            for ranges in self._by_stream.values()
+            for one, other in pairwise(ranges)
+        )
+        if not apart or not all(tables[0].lays_out_as(table) for table in tables):
+            raise IntegrityError(
+                f"{self.deltas[-1].where} lays out its blocks otherwise than {self.deltas[0].where}",
+                state="nothing was read",
+                hint="let the trainer publish a keyframe",
+            )
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is where the route starts, from the keyframe or the base.
@@ -168,35 +211,38 @@ class OpenRoute:
         if self.published is not None:
             yield from self.published.pairs({} if self.deltas else into)
         elif self.base is not None:
-            own = {meta.name for meta in self.params}
+            own, first = {meta.name for meta in self.params}, self.deltas[0]
             for name, tensor in self.base:
                 if name in own:
-                    first = self.deltas[0]
                     same_base({name: position_digest(tensor).hex()}, first.manifest, first.where)
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
 
     def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[StreamPatch]:
-        """Return an iterator over what changes, in order of streams; ranges without a wanted tensor are not decoded.
+        """Yield what changes, in order of streams; ranges without a wanted tensor are not decoded.
 
         Args:
             copies: tensors where the route starts, as far as encodings need them.
             wanted: says of a name whether its tensor is wanted; asked once for each tensor that changes.
         """
-        chosen = dict[str, bool]()
-        decoding = []
-        for within in self._ranges:
-            names = {name: None for delta in self.deltas for name in delta.names(within)}
-            for name in names:
-                if name not in chosen:
-                    chosen[name] = wanted(name)
-            if any(map(chosen.__getitem__, names)):
-                decoding.append(partial(self._folded, within, copies))
-        for found in decode_tensors(decoding, threads=worker_threads(beside_model=True)):
+        if not self.deltas:
+            return
+        chosen = np.zeros(len(self.params), np.bool_)
+        for number in np.flatnonzero(np.any([delta.manifest.changed for delta in self.deltas], 0)).tolist():
+            chosen[number] = wanted(self.params[number].name)
+
+        def decoding() -> Iterator[tuple[int, Callable[[], list[StreamPatch]]]]:
+            for within in self._ranges:
+                stream = self._table.streams[within.stream]
+                own = stream.within(within.start, within.start + within.size)
+                if chosen[stream.params[own.start : own.stop]].any():
+                    yield 0, partial(self._folded, within, copies)
+
+        for found in in_threads(decoding(), threads=worker_threads(beside_model=True)):
             yield from found
 
-    def _folded(self, within: Range, copies: Mapping[str, Tensor]) -> list[StreamPatch]:
+    def _folded(self, within: _Range, copies: Mapping[str, Tensor]) -> list[StreamPatch]:
         """Return all changes of a range on the route, as patches that do not meet.
 
         Raises:
@@ -204,52 +250,41 @@ class OpenRoute:
         """
         patches, old = list[StreamPatch](), self._units(within, copies) if self._needs_old else None
         for delta in self.deltas:
+            if within not in delta.changes:
+                continue
             try:
-                found = delta.decode(within, old)
+                patches.append(delta.changes[within](old))
             except IntegrityError as error:
-                name = next(delta.names(within), "")
-                placed = delta.manifest.placed.get(name)
-                where = delta.where if placed is None else f"{delta.where}/{placed}"
+                name = self._table.at(within.stream, within.start).name
                 raise IntegrityError(
-                    f"tensor {name!r} in {where} cannot be used: {error.what}",
+                    f"tensor {name!r} in {delta.where} cannot be used: {error.what}",
                     expected=error.expected,
                     state=error.state,
                     hint=error.hint or "let the trainer publish again",
                 ) from error
-            if found is None:
-                continue
             if old is not None:  # each is decoded against the result of the one before
-                old = old.copy()
-                found.apply(old)
-            patches.append(found)
-        return fold(patches) if len(patches) > 1 else patches
+                patches[-1].apply(old)
+        return fold(patches)
 
-    def _units(self, within: Range, copies: Mapping[str, Tensor]) -> np.ndarray | None:
+    def _units(self, within: _Range, copies: Mapping[str, Tensor]) -> np.ndarray | None:
         """Return the units of a range, where there are copies of all tensors in it."""
-        table = self.deltas[0].table
-        stream, end = table.streams[within.stream], within.start + within.size
-        parts = []
+        stream, end, parts = self._table.streams[within.stream], within.start + within.size, list[np.ndarray]()
         for segment in stream.within(within.start, end):
-            copy = copies.get(table.params[stream.params[segment]].name)
+            copy, first = copies.get(self.params[stream.params[segment]].name), int(stream.first[segment])
             if copy is None:
                 return None
-            parts.append(units(copy))
-        first = int(stream.first[stream.within(within.start, end)[0]])
-        return np.concatenate(parts)[within.start - first :][: within.size]
+            parts.append(units(copy)[max(0, within.start - first) : end - first])
+        return np.concatenate(parts)
 
     def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are where the route ends, made from host copies of them where it starts."""
         wanted = frozenset(names)
-        chosen = {meta.name: self._ranges_of(meta.name) for meta in self.params if meta.name in wanted}
-        uses = Counter(within for own in chosen.values() for within in own)
-        decoding = [partial(self._folded, within, copies) for within in uses]  # in the order in which they are used
-        decoded = zip(uses.copy(), decode_tensors(decoding, threads=worker_threads(beside_model=True)), strict=True)
-        folded = dict[Range, list[StreamPatch]]()
-        for name, own in chosen.items():
-            while not folded.keys() >= set(own):
-                folded.update((next(decoded),))
-            yield name, self._applied(name, copies[name].clone(), folded)
-            _release(folded, own, uses)
+        ranges = {meta.name: self._ranges_of(meta.name) for meta in self.params if meta.name in wanted}
+        used = dict.fromkeys(within for own in ranges.values() for within in own)
+        decoding = ((0, partial(self._folded, within, copies)) for within in used)  # in the order of their use
+        decoded = in_threads(decoding, threads=worker_threads(beside_model=True))
+        pairs = ((name, copies[name].clone()) for name in ranges)
+        return self._applied(pairs, ranges, lambda within: next(decoded))
 
     def at_end(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are where the route ends, from those where it starts, which may be changed in place.
@@ -257,52 +292,46 @@ class OpenRoute:
         Where an encoding needs the old units of a block, its tensors wait until all of them have come.
         """
         ranges = {meta.name: self._ranges_of(meta.name) for meta in self.params}
-        uses = Counter(within for own in ranges.values() for within in own)
-        missing = uses.copy() if any(needs_old(delta.manifest) for delta in self.deltas) else Counter[Range]()
-        waiting, here, folded = deque[str](), dict[str, Tensor](), dict[Range, list[StreamPatch]]()
+        contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
+        here = dict[str, Tensor]()
+        complete = _complete(contiguous, ranges, here) if self._needs_old else contiguous
+        return self._applied(complete, ranges, lambda within: self._folded(within, here))
 
-        def ended(name: str) -> tuple[str, Tensor]:
-            for within in ranges[name]:  # all of them, before the tensor changes
-                if within not in folded:
-                    folded[within] = self._folded(within, here)
-            tensor = self._applied(name, here.pop(name), folded)
-            _release(folded, ranges[name], uses)
-            return name, tensor
+    def _applied(
+        self,
+        pairs: Iterable[tuple[str, Tensor]],
+        ranges: Mapping[str, Sequence[_Range]],
+        folded: Callable[[_Range], list[StreamPatch]],
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Change contiguous tensors in place, and yield them; the changes of a range are kept while it has tensors.
 
+        Args:
+            pairs: the tensors.
+            ranges: those in which each may change.
+            folded: returns the changes of a range; called for all ranges of a tensor before that changes.
+        """
+        uses, known = Counter(within for own in ranges.values() for within in own), dict[_Range, list[StreamPatch]]()
         for name, tensor in pairs:
-            waiting.append(name)
-            here[name] = tensor if tensor.is_contiguous() else tensor.contiguous()
-            missing.subtract(ranges[name])
-            while waiting and not any(missing[within] > 0 for within in ranges[waiting[0]]):
-                yield ended(waiting.popleft())
-        for name in waiting:  # of a block whose other tensors never came, which the caller will miss
-            yield ended(name)
+            known |= {within: folded(within) for within in ranges[name] if within not in known}
+            for within in ranges[name]:
+                for patch in known[within]:
+                    own = patch.segment(self._table.place_of(name)[1])
+                    if own.positions.size:
+                        own.apply(units(tensor))
+                uses[within] -= 1
+                if not uses[within]:
+                    del known[within]
+            yield name, tensor
 
-    def _ranges_of(self, name: str) -> list[Range]:
+    def _ranges_of(self, name: str) -> list[_Range]:
         """Return the ranges in which a tensor may change, in order."""
         if not self.deltas:
             return []
-        table = self.deltas[0].table
-        stream, segment = self._place(name)
+        stream, segment = self._table.place_of(name)
         ranges = self._by_stream.get(stream, [])
-        first, end = table.streams[stream].first[segment : segment + 2].tolist()
+        first, end = self._table.streams[stream].first[segment : segment + 2].tolist()
         low = bisect_right(ranges, first, key=lambda one: one.start + one.size)
         return ranges[low : bisect_left(ranges, end, key=attrgetter("start"))]
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """Return the stream of a tensor, and its segment there."""
-        table = self.deltas[0].table
-        streams, segments = table.place
-        return streams[table.number[name]], segments[table.number[name]]
-
-    def _applied(self, name: str, tensor: Tensor, folded: Mapping[Range, list[StreamPatch]]) -> Tensor:
-        """Return a contiguous tensor, changed in place, as it is where the route ends."""
-        for within in self._ranges_of(name):
-            for patch in folded[within]:
-                own = patch.of(self._place(name)[1])
-                if own is not None:
-                    apply_patch(own, tensor)
-        return tensor
 
     def verify(self, name: str, tensor: Tensor) -> None:
         """Compare a tensor with the digest that it has where the route ends.
@@ -313,8 +342,8 @@ class OpenRoute:
         expected = self.digests.get(name)
         if expected is None or (found := position_digest(tensor).hex()) == expected:
             return
-        number = self.deltas[0].table.number[name]
-        made = [delta.where for delta in self.deltas if delta.changed[number]]
+        number = self._table.number[name]
+        made = [delta.where for delta in self.deltas if delta.manifest.changed[number]]
         raise IntegrityError(
             f"tensor {name!r} does not come out as version {self.reached[1]} has it, by "
             f"{', '.join(made) or 'the keyframe'}",
@@ -329,12 +358,73 @@ class OpenRoute:
             self.published.close()
 
 
-def _release(folded: dict[Range, list[StreamPatch]], own: Iterable[Range], uses: Counter[Range]) -> None:
-    """Note that one of the tensors in some ranges is done, and forget the changes of ranges whose last one is."""
-    for within in own:
-        uses[within] -= 1
-        if not uses[within]:
-            del folded[within]
+def _in_blocks(
+    payloads: Payloads, folder: str, manifest: DeltaManifest, wanted: Wanted | None
+) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
+    """Return what changes, of a delta in blocks, which are read as far as they are wanted."""
+    kinds = [codec["name"] for codec in manifest.codecs]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ManifestError(f"a delta has blocks of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
+    numbers = [number for number in range(manifest.blocks.size) if _is_wanted(manifest, number, wanted)]
+    changes = {}
+    for number, payload in payloads.add(folder, manifest, numbers).items():
+        block = manifest.blocks[number]
+        within = _Range(*(int(block[name]) for name in _Range._fields))
+        changes[within] = partial(_of_block, kinds[block["codec"]], payload, manifest, within)
+    return changes
+
+
+def _of_block(
+    kind: str,
+    payload: Callable[[], memoryview],
+    manifest: DeltaManifest,
+    within: _Range,
+    old: np.ndarray | None,
+) -> StreamPatch:
+    return decode_block(kind, payload(), manifest.table, *within, old)
+
+
+def _as_read(change: StreamPatch, old: np.ndarray | None) -> StreamPatch:
+    return change
+
+
+def _is_wanted(manifest: DeltaManifest, number: int, wanted: Wanted | None) -> bool:
+    if wanted is None:
+        return True
+    block = manifest.blocks[number]
+    stream, start = manifest.table.streams[block["stream"]], int(block["start"])
+    stop = start + int(block["size"])
+    for segment in stream.within(start, stop):
+        meta, scale = manifest.params[stream.params[segment]], stream.dtype.itemsize // unit_bytes(stream.dtype)
+        blocks, first = wanted(meta.name), int(stream.first[segment])
+        spans = (_span(one, meta.shape) for one in blocks or ())
+        if blocks is None or any(first + scale * low < stop and start < first + scale * high for low, high in spans):
+            return True
+    return False
+
+
+def _span(block: Block, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the first element of a block, and the one behind its last, in the C order of its parameter."""
+    low = last = 0
+    for first, stop, size in zip(*block, shape, strict=True):
+        low, last = low * size + first, last * size + stop - 1
+    return low, last + 1
+
+
+def _complete(
+    pairs: Iterable[tuple[str, Tensor]], ranges: Mapping[str, Sequence[_Range]], here: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor when all tensors of its ranges have come; it is in ``here`` until the next one is asked."""
+    missing, waiting = Counter(within for own in ranges.values() for within in own), deque[str]()
+    for name, tensor in pairs:
+        here[name] = tensor
+        waiting.append(name)
+        missing.subtract(ranges[name])
+        while waiting and not any(missing[within] for within in ranges[waiting[0]]):
+            yield waiting[0], here[waiting[0]]
+            del here[waiting.popleft()]
+    yield from here.items()  # of a block whose other tensors never came, which the caller will miss
 
 
 def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:

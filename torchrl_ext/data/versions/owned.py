@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from typing import final
 
 import msgspec
@@ -16,16 +15,16 @@ from torch import Tensor
 from torchrl_ext.base.devices import pinned_memory, settle
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
+from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.blocks import BlockEncoding
-from torchrl_ext.data.deltas.kernels import flat_bits
-from torchrl_ext.data.deltas.streams import differences, find, worker_threads
-from torchrl_ext.data.deltas.table import ParamTable, SparsePatch, unit_bytes
-from torchrl_ext.data.stores.delta_manifest import DIGEST
+from torchrl_ext.data.deltas.streams import find, worker_threads
+from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
+from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
-from torchrl_ext.data.versions.full import FilePlace, FullWriter
-from torchrl_ext.data.versions.payloads import BlockFiles, FileEncoding, code
+from torchrl_ext.data.versions.full import FullWriter
+from torchrl_ext.data.versions.payloads import DeltaFiles, FileEncoding
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
-from torchrl_ext.data.weights.digests import Digests, PositionDigest, position_digest
+from torchrl_ext.data.weights.digests import Digests, PositionDigest
 from torchrl_ext.data.weights.gather import Gather, Holding
 from torchrl_ext.data.weights.source import WeightSource, checked
 
@@ -41,14 +40,12 @@ class Order(Wire, frozen=True, kw_only=True):
         place: of the draft (`torchrl_ext.data.stores.store.Draft.place`).
         version: its number.
         base: the version on which it is a delta; None for a full version alone.
-        prefix: of the delta's files.
         keyframe: the version is a full one, also.
     """
 
     place: str
     version: Count
     base: Count | None
-    prefix: str
     keyframe: bool
 
 
@@ -56,16 +53,16 @@ class Written(Wire, frozen=True, kw_only=True):
     """What one rank wrote of a version.
 
     Attributes:
-        codecs: JSON of those of the delta.
+        kinds: names of what the delta is coded with.
         files: bytes of the delta's files.
-        blocks: of dtype `BLOCK`, with numbers of these codecs and files.
+        blocks: of dtype `BLOCK`, with numbers of these kinds and files.
         changed: uint64, shape (parameters,): units that changed.
         digests: uint64, shape (parameters, 2): of the parameters that the rank owns; 0 elsewhere.
         placed: the file in which another container than blocks holds what changed, by parameter.
         tensors, sizes: of the full version (`FullWriter.write_tensors`).
     """
 
-    codecs: tuple[Info, ...] = ()
+    kinds: tuple[str, ...] = ()
     files: dict[str, Count] = msgspec.field(default_factory=dict)
     blocks: bytes = b""
     changed: bytes = b""
@@ -90,13 +87,7 @@ class FlatCopies:
         parts: views of each stream's segments, of their shapes.
     """
 
-    def __init__(
-        self,
-        table: ParamTable,
-        *,
-        pinned: bool = False,
-        owned: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, table: ParamTable, *, pinned: bool = False, owned: Collection[int] | None = None) -> None:
         self.table = table
         self.bits: list[Tensor] = []
         self.parts: list[list[Tensor]] = []
@@ -105,16 +96,14 @@ class FlatCopies:
                 self.bits.append(torch.empty(0))
                 self.parts.append([])
                 continue
-            scale = stream.dtype.itemsize // unit_bytes(stream.dtype)
-            size, sizes = stream.size // scale, (np.diff(stream.first) // scale).tolist()
-            nbytes = size * stream.dtype.itemsize
+            nbytes = stream.size * unit_bytes(stream.dtype)
             flat = (pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)).view(stream.dtype)
-            parts = list(flat.split(sizes))
-            for at, param in enumerate(stream.params.tolist()):
-                shape = table.params[param].shape
-                if len(shape) != 1:  # else it has the shape
-                    parts[at] = parts[at].view(shape)
-            self.parts.append(parts)
+            metas = [table.params[param] for param in stream.params.tolist()]
+            parts = flat.split([meta.numel for meta in metas])
+            # most of very many parts have one dimension, and are of their shape
+            self.parts.append(
+                [one if len(meta.shape) == 1 else one.view(meta.shape) for one, meta in zip(parts, metas, strict=True)]
+            )
             self.bits.append(flat_bits(flat))
 
     @property
@@ -148,11 +137,7 @@ class Owned:
         digests: uint64, shape (parameters, 2): of those that this rank owns; 0 elsewhere.
     """
 
-    def __init__(
-        self,
-        codec: FileEncoding | BlockEncoding,
-        full: FullWriter,
-    ) -> None:
+    def __init__(self, codec: FileEncoding | BlockEncoding, full: FullWriter) -> None:
         self.codec, self.full = codec, full
         self.table = ParamTable.of(())
         self.digests = np.zeros((0, 2), DIGEST)
@@ -160,7 +145,7 @@ class Owned:
         self._held: Holding | None = None  # None without other ranks
         self._gather: Gather | None = None
         self._copies: FlatCopies | None = None
-        self._shared = self._alone = False
+        self._alone: bool | None = None  # how the parameters were shared out; None before
         self._rank, self._owners, self._own = 0, 1, list[int]()
 
     @property
@@ -187,7 +172,7 @@ class Owned:
         else:
             self._held = Holding(source, self._held)
             same = self._held.same
-        return same and self._shared and alone == self._alone
+        return same and alone is self._alone
 
     def share(self, held: Sequence[Info], rank: int, owners: int, timeout_s: float) -> None:
         """Share the parameters out, and forget every copy.
@@ -202,7 +187,7 @@ class Owned:
             ManifestError: as `Gather`.
         """
         params, streams = self._params, dict[tuple[int, torch.dtype], list[int]]()
-        self._shared, self._copies, self.digests = False, None, np.zeros((len(params), 2), DIGEST)
+        self._alone, self._copies, self.digests = None, None, np.zeros((len(params), 2), DIGEST)
         self._gather = Gather(params, held, rank, owners, timeout_s) if held else None
         self._owned_by = [0] * len(params) if self._gather is None else self._gather.owners
         for number, (owner, meta) in enumerate(zip(self._owned_by, params, strict=True)):
@@ -211,7 +196,7 @@ class Owned:
         self.table = ParamTable.of(params, [streams[one] for one in order])
         self._streams = {number for number, (owner, _) in enumerate(order) if owner == rank}
         self._rank, self._owners, self._own = rank, owners, self._of(rank)
-        self._shared, self._alone = True, not held
+        self._alone = not held
 
     def start(self, base: str) -> Written:
         """Copy the own parameters from a checkpoint directory, as if this rank had written that.
@@ -265,8 +250,7 @@ class Owned:
         with closing(self._tensors(source, wanted)) as tensors:
             if self._copies is None and self._own:
                 raise ConfigError("this rank has no copies of what it owns", hint="send a full version")
-            coded = self._patches if isinstance(self.codec, FileEncoding) else self._blocks
-            written = coded(tensors, order, draft)
+            written = self._delta(tensors, order, draft)
         if order.keyframe:
             copies = {} if self._copies is None else self._copies.by_name()
             placed, sizes = self._keyframe(draft, ((params[one], copies[params[one].name]) for one in self._own))
@@ -294,49 +278,23 @@ class Owned:
         digests = {name: PositionDigest(*self.digests[number[name]].tolist()) for name in placed}
         return {name: (file, checksum or digests[name].hex()) for name, (file, checksum) in placed.items()}, sizes
 
-    def _blocks(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
-        assert isinstance(self.codec, BlockEncoding)
+    def _delta(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
+        """Find, code and write what changed; the copies follow."""
         streams, segments = self.table.place
         olds = [] if self._copies is None else self._copies.bits
         placed = ((streams[param], segments[param], tensor) for param, tensor in tensors)
-        then = partial(code, self.table, self.codec)
-        files = BlockFiles(self.table, self._rank, self._owners)
-        blocks = find(self.table, olds, placed, then, threads=_threads(), follow=True)
-        with closing(blocks):
-            for name, data in files.laid(blocks):
-                draft.write(order.prefix + name, data)
-        self.digests = self.digests + files.words
+        made = DeltaFiles(self.table, self.codec, self._rank, self._owners)
+        with closing(find(self.table, olds, placed, made.code, threads=_threads(), follow=True)) as blocks:
+            for name, data in made.files(order.version, blocks):
+                draft.write(name, data)
+        self.digests = self.digests + made.words
         return Written(
-            codecs=tuple({"name": kind} for kind in files.kinds),
-            files=files.sizes,
-            blocks=files.rows.tobytes(),
-            changed=files.changed.tobytes(),
+            kinds=tuple(made.kinds),
+            files=made.sizes,
+            blocks=made.rows.tobytes(),
+            changed=made.changed.tobytes(),
             digests=self.digests.tobytes(),
-        )
-
-    def _patches(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
-        assert isinstance(self.codec, FileEncoding)
-        copies = {} if self._copies is None else self._copies.by_name()
-        names = ((self.table.params[param].name, tensor) for param, tensor in tensors)
-        sizes, placed, changed = dict[str, int](), dict[str, str](), np.zeros(len(self.table.params), DIGEST)
-
-        def noted() -> Iterator[SparsePatch]:
-            for patch in differences((name, copies[name], tensor) for name, tensor in names):
-                if patch.changed:
-                    number = self.table.number[patch.meta.name]
-                    changed[number], self.digests[number] = patch.changed, position_digest(copies[patch.meta.name])
-                yield patch
-
-        for file, data, own in self.codec.files(order.version, noted()):
-            draft.write(order.prefix + file, data)
-            sizes[file] = len(data)
-            placed |= dict.fromkeys(own, file)
-        return Written(
-            codecs=(self.codec.to_json(),),
-            files=sizes,
-            changed=changed.tobytes(),
-            digests=self.digests.tobytes(),
-            placed=placed,
+            placed=made.placed,
         )
 
     def _copied(self, tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[ParamMeta, Tensor]]:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.table import Patch, apply_patch
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import units
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import RunVersion
-from torchrl_ext.data.stores.manifest import DeltaManifest
+from torchrl_ext.data.stores.manifest import DeltaManifest, RunVersion, version_name
 from torchrl_ext.data.versions.full import PublishedVersion
-from torchrl_ext.data.versions.open_delta import Wanted
-from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
+from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, Wanted, same_base
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
@@ -51,7 +51,6 @@ class ChainReader:
         self.mirror: dict[str, Tensor] = {}
         self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
-        self._staged: OpenRoute | None = None  # of the changes that were returned last
         self._retained: Callable[[str], bool] = lambda name: False
         self._slices: Mapping[str, tuple[Block, ...]] = {}
         self.read_bytes = 0
@@ -92,26 +91,27 @@ class ChainReader:
         if not own or not unread <= mirrored:
             return
 
-        def has(known: Mapping[str, str]) -> bool:
-            return all(own.get(name, digest) == digest for name, digest in known.items())
-
-        # Tensors without a digest may be those of any version that has the others: the oldest is safe to begin at.
-        at_base = bool(unread) and based and has(origin.hex_base_digests)
-        for _, delta in () if at_base else reversed(deltas) if unread else deltas:
-            base = None
+        known = list[tuple[RunVersion, Callable[[], Mapping[str, str]]]]()  # the newest version first
+        for _, delta in deltas:
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
-            if base is not None and has(base.hex_digests):
-                self.held, self._params = (base.run_id, base.version), _by_name(params)
-                if mirrored:  # copies are made of the base, and follow
-                    for _ in self.tensors(self._open(base.version, None), {}):
-                        pass
-                return
-        if based and self._base is not None:
-            same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
-            pairs = self._base() if mirrored else ()
-            self.mirror = {name: tensor.to("cpu", copy=True) for name, tensor in pairs if name in mirrored}
-            self.held, self._params = (origin.base_run_id, 0), _by_name(params)
+                known += [] if base is None else [((base.run_id, base.version), partial(getattr, base, "hex_digests"))]
+        if based:
+            known.append(((origin.base_run_id, 0), partial(getattr, origin, "hex_base_digests")))
+        # Tensors without a digest may be those of any version that has the others: the oldest is safe to begin at.
+        order = reversed(known) if unread else known
+        alike = (one for one, of in order if all(own.get(name, digest) == digest for name, digest in of().items()))
+        held = next(alike, None)
+        if held is None:
+            if based:
+                same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
+            return
+        if mirrored and held[1]:  # copies are made of the base, and follow
+            for _ in self.tensors(self._open(held[1], None), {}):
+                pass
+        elif mirrored and self._base is not None:
+            self.mirror = {name: _copied(tensor) for name, tensor in self._base() if name in mirrored}
+        self.held, self._params = held, _by_name(params)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
@@ -121,17 +121,8 @@ class ChainReader:
                 version = self.chain.version(number)
                 if version.delta is None:
                     return
-                yield f"{self.chain.store.url}/{version.folder}", version.delta
+                yield f"{self.chain.store.url}/{version_name(number)}", version.delta
                 number = version.delta.base_version if version.full is None else 0
-
-    def unseen(self, received: int) -> int:
-        """Return the newest version; 0 where there is none, or it is ``received``, the one that was received last."""
-        run, newest = self.chain.head()
-        if newest != received or self.held is None:
-            return newest if newest != received else 0
-        if run not in ("", self.held[0]):
-            return newest
-        return 0
 
     def open(self, target: int) -> OpenRoute:
         """Open the route to ``target``, for `tensors` to read.
@@ -148,16 +139,13 @@ class ChainReader:
 
     def changes(self, target: int) -> Changes | None:
         """Return the changes from the version held to ``target``; None where only a full version leads there."""
-        if self._landed is not None:
-            self._catch_up()
-        self._close_staged()
+        self._catch_up()
         if self.held is None:
             return None
         route = self._open(target, self.held, self._blocks)
         if route.held is None:
             route.close()
             return None
-        self._staged = route
         return Changes(
             held=self.held,
             reached=route.reached,
@@ -198,16 +186,14 @@ class ChainReader:
             if delta.manifest.params == known:
                 continue
             opened.close()
-            for meta in delta.manifest.params:
-                if own.get(meta.name) != meta:
-                    raise ManifestError(
-                        f"{delta.where} changes {meta}",
-                        expected=str(own.get(meta.name, "a tensor of the model that is held")),
-                        state="nothing was read",
-                        hint="the delta belongs to another model",
-                    )
-            lost = min(own.keys() - delta.table.number.keys(), default="")
-            raise ManifestError(f"{delta.where} does not contain tensor {lost!r}", state="nothing was read")
+            theirs = _by_name(delta.manifest.params)
+            name = next((name for name in own | theirs if own.get(name) != theirs.get(name)), "")
+            raise ManifestError(
+                f"{delta.where} is of a model with {theirs.get(name, f'no {name}')}",
+                expected=str(own.get(name, f"no {name}")),
+                state="nothing was read",
+                hint="the delta belongs to another model",
+            )
         return opened
 
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +210,7 @@ class ChainReader:
             self.held, mirror = None, {}
             for name, tensor in self._from_start(route, into):
                 if self._retained(name):
-                    mirror[name] = tensor.to("cpu", copy=True)
+                    mirror[name] = _copied(tensor)
                 yield name, tensor
             self.mirror = mirror
             self.held, self._params = route.reached, _by_name(route.params)
@@ -235,8 +221,6 @@ class ChainReader:
         Raises:
             IntegrityError: ``changes`` do not begin at what is held; the next version is read in full.
         """
-        if self._landed is not None:
-            self._catch_up()
         if self.held != changes.held:
             held, self.held = self.held, None
             raise IntegrityError(f"version {changes.held[1]} is not the one held", expected=str(held))
@@ -244,12 +228,6 @@ class ChainReader:
             self._landed = changes
         else:
             self.held = changes.reached
-            self._close_staged()
-
-    def _close_staged(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.close()
 
     def _catch_up(self) -> None:
         """Bring the mirror to what landed last. Where that fails nothing is held, and the next version read in full.
@@ -265,17 +243,11 @@ class ChainReader:
             for patch in changes.patches(self.mirror.__contains__):
                 for own in patch.split():
                     if own.meta.name in self.mirror:
-                        apply_patch(own, self.mirror[own.meta.name])
+                        own.apply(units(self.mirror[own.meta.name]))
         except IntegrityError as error:
-            log.warning(
-                "host copies could not be updated to version %d, so the next version is read whole: %s",
-                changes.reached[1],
-                error,
-            )
-            return
-        finally:
-            self._close_staged()
-        self.held = changes.reached
+            log.warning("host copies could not be updated, so the next version is read whole: %s", error)
+        else:
+            self.held = changes.reached
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         seen = set()
@@ -291,21 +263,25 @@ class ChainReader:
         """Yield patched copies; the mirror is patched when all were verified, so that damage leaves it as it was."""
         if route.held != self.held:
             raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
-        landing: dict[str, list[Patch]] = {}
+        landing: dict[str, list[StreamPatch]] = {}
         for patch in route.patches(self.mirror, self.mirror.__contains__):
             for own in patch.split():
                 landing.setdefault(own.meta.name, []).append(own)
         for meta in route.params:
             tensor = self.mirror[meta.name].clone()
             for own in landing.get(meta.name, ()):
-                apply_patch(own, tensor)
+                own.apply(units(tensor))
             route.verify(meta.name, tensor)
             yield meta.name, tensor
         self.held = None
         for name, patches in landing.items():
             for own in patches:
-                apply_patch(own, self.mirror[name])
+                own.apply(units(self.mirror[name]))
         self.held = route.reached
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # patches are written into its memory
 
 
 def _by_name(params: tuple[ParamMeta, ...]) -> dict[str, ParamMeta]:

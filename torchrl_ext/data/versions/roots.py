@@ -12,8 +12,7 @@ from torch import Tensor
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.folders import BESIDE, version_name
-from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.reader import ChainReader
@@ -69,17 +68,6 @@ class Reader:
             known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
             raise ConfigError(f"{self.store.url} holds no version {version}", expected=f"one of {known}") from None
 
-    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a version, each verified; errors as of `route`."""
-        follower = self.follower()
-        return follower.tensors(self.route(version, follower), {})
-
-    def beside(self, number: int) -> dict[str, bytes]:
-        """Return the files that make a checkpoint of the weights of a full version, by name."""
-        folder = version_name(number)
-        names = (name for name in self.store.list(folder) if not name.endswith((".safetensors", ".index.json")))
-        return {name: self.store.get(f"{folder}/{name}") for name in names if name not in (MANIFEST, BESIDE)}
-
     def summary(self, number: int) -> Info:
         """Return kind, base, bytes, encodings, density and run of a version; JSON-safe.
 
@@ -87,14 +75,14 @@ class Reader:
             FileNotFoundError: there is no such version (any more).
         """
         version = self.chain.version(number)
-        full, delta = version.full, version.delta
+        delta = version.delta
         total = sum(meta.numel for meta in version.params)
         return {
             "version": number,
-            "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
+            "kind": "delta" if version.full is None else "keyframe" if delta is None else "keyframe+delta",
             "base": delta.base_version if delta else None,
             "bytes": sum(delta.files.values()) if delta else 0,
-            "keyframe_bytes": sum(full.files.values()) if full else 0,
+            "keyframe_bytes": version.full_bytes,
             "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
             "density": int(delta.changed.sum()) / max(1, total) if delta else None,
             "run_id": version.run_id,
@@ -111,7 +99,7 @@ class Unpacked(WeightSource):
     """
 
     def __init__(self, reader: Reader, version: int) -> None:
-        self._reader, self._follower = reader, reader.follower()
+        self._store, self._follower = reader.store, reader.follower()
         self._route = reader.route(version, self._follower)
 
     def params(self) -> tuple[ParamMeta, ...]:
@@ -125,7 +113,9 @@ class Unpacked(WeightSource):
         keyframe = self._route.keyframe
         if keyframe is None:
             return {} if self._route.base is None else self._route.base.files()
-        return self._reader.beside(keyframe.version)
+        own = keyframe.files.keys() - (keyframe.delta.files if keyframe.delta else {}).keys()
+        names = (name for name in own if not name.endswith((".safetensors", ".index.json")))
+        return {name: self._store.get(f"{version_name(keyframe.version)}/{name}") for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._follower.tensors(self._route, {})

@@ -9,11 +9,8 @@ import numpy as np
 import xxhash
 
 from torchrl_ext.base.errors import StoreError
-from torchrl_ext.base.types import Info
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
-from torchrl_ext.data.stores.folders import BESIDE, RunVersion, version_name
-from torchrl_ext.data.stores.manifest import MANIFEST
+from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManifest, Manifest, RunVersion, version_name
 from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.owned import Order, Owned, Written
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
@@ -97,21 +94,26 @@ class ChainWriter:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, self._version, manifest = False, None, None
         needed = self._own.full.needed_bytes(source) if keyframe else 0
-        number, prefix = None if base is None else base[1], f"{BESIDE}/" if keyframe else ""
+        number = None if base is None else base[1]
         with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-            order = Order(place=draft.place, version=version, base=number, prefix=prefix, keyframe=keyframe)
+            order = Order(place=draft.place, version=version, base=number, keyframe=keyframe)
             ranks.order("write", **order.to_json())
             written = [self._own.write(source, order, draft), *self._answers(ranks)]
             before, self._digests = self._digests, _summed(written)
+            params, files, full = self._own.table.params, dict[str, int](), None
             if base is not None:
                 manifest = self._delta(written, version, base, before)
-                draft.write(prefix + MANIFEST, manifest.to_bytes())
+                files |= manifest.files
             if keyframe:
                 placed = {name: place for one in written for name, place in one.tensors.items()}
                 sizes = {name: size for one in written for name, size in one.sizes.items()}
-                files = {**self._files, **source.files()}
-                params = self._own.table.params
-                self._own.full.finish(draft, files, version, self._run_id, params, placed, sizes)
+                beside = {**self._files, **source.files()}
+                files |= self._own.full.finish(draft, beside, version, params, placed, sizes)
+                full = tuple(placed[meta.name] for meta in params)
+            document = Manifest(
+                version=version, run_id=self._run_id, params=params, files=files, full=full, delta=manifest
+            )
+            draft.write(MANIFEST, document.to_bytes())
         self._chain.advance(version, keyframe=keyframe)
         self._version = self._run_id, version
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
@@ -144,11 +146,11 @@ class ChainWriter:
 
     def _delta(self, written: Sequence[Written], version: int, base: RunVersion, before: np.ndarray) -> DeltaManifest:
         """Return the manifest of what the ranks wrote."""
-        codecs, files, rows, placed = list[Info](), dict[str, int](), list[np.ndarray](), dict[str, str]()
+        kinds, files, rows, placed = list[str](), dict[str, int](), list[np.ndarray](), dict[str, str]()
         for one in written:
-            codecs += [codec for codec in one.codecs if codec not in codecs]
+            kinds += [kind for kind in one.kinds if kind not in kinds]
             own = np.frombuffer(one.blocks, BLOCK).copy()
-            own["codec"] = np.array([codecs.index(codec) for codec in one.codecs], np.uint32)[own["codec"]]
+            own["codec"] = np.array([kinds.index(kind) for kind in one.kinds], np.uint32)[own["codec"]]
             own["file"] += len(files)
             files |= one.files
             placed |= one.placed
@@ -160,7 +162,7 @@ class ChainWriter:
             run_id=self._run_id,
             base_run_id=base[0],
             container=self._own.codec.container,
-            codecs=tuple(codecs),
+            codecs=tuple({"name": kind} for kind in kinds),
             files=files,
             table=self._own.table,
             changed=np.add.reduce([np.frombuffer(one.changed, DIGEST) for one in written]),

@@ -5,11 +5,10 @@ FSDP2, HSDP, tensor parallelism and their products place DTensors.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -96,128 +95,75 @@ def _require_apart(meta: ParamMeta, shards: Sequence[Shard]) -> None:
         )
 
 
-_Runs = tuple[tuple[int, int, int], ...]
-"""Indices along one dimension: ``start <= index < stop``, and the position of the first in the local tensor."""
-
-
-def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
-    """Yield what this rank holds of a DTensor, as views of its local memory; nothing where that is empty.
+def shards_of_dtensor(meta: ParamMeta, tensor: Any, gather: Callable[[], Tensor]) -> Iterator[Shard]:
+    """Yield what this rank holds of a DTensor, as a view of its local memory; nothing where that is empty.
 
     Replicas are yielded on every rank that holds one. A rank outside of the tensor's mesh holds nothing.
 
     Args:
         meta: describes the whole tensor.
-        tensor: the DTensor. A block may lie in several pieces (``_StridedShard``), and is yielded as several then.
+        tensor: the DTensor.
+        gather: returns the whole tensor, on all ranks of the mesh; taken where placements do not tell the block.
 
     Raises:
         ManifestError: the local tensor is of another size than its placements say.
     """
     if tensor.device_mesh.get_coordinate() is None:
         return
-    why = _unknown(tensor)
-    if why:
-        yield Shard(meta, Block.whole(meta.shape), partial(_full, tensor), gathers=True, why=why)
+    held = _held(tensor)
+    if isinstance(held, str):
+        yield Shard(meta, Block.whole(meta.shape), gather, gathers=True, why=held)
         return
-    held = [_held(size, split, place) for size, (split, place) in zip(meta.shape, _splits(tensor), strict=True)]
-    local, expected = _local(tensor).shape, tuple(sum(stop - start for start, stop, _ in runs) for runs in held)
-    if tuple(local) != expected:
+    block = Block(tuple(one.start for one in held), tuple(one.stop for one in held))
+    local = tuple(_local(tensor).shape)
+    if local != block.shape:
         raise ManifestError(
             f"this rank holds {list(local)} of {meta}, placed as {tensor.placements}",
-            expected=f"{list(expected)}, as torch.chunk splits it",
+            expected=f"{list(block.shape)}, as torch.chunk splits it",
             state="nothing was sent",
             hint="distribute it with distribute_tensor, parallelize_module or fully_shard",
         )
-    for runs in itertools.product(*held):
-        block = Block(tuple(start for start, _, _ in runs), tuple(stop for _, stop, _ in runs))
-        if block.numel:
-            there = tuple(slice(first, first + stop - start) for start, stop, first in runs)
-            yield Shard(meta, block, partial(_local, tensor, there))
+    if block.numel:
+        yield Shard(meta, block, partial(_local, tensor))
 
 
-def _full(tensor: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = tensor.full_tensor()
-    return found.detach()  # not before: torch 2.13 forgets an unusual order of splits then, and 2.14 gathers
-
-
-def _local(tensor: Any, where: tuple[slice, ...] | None = None) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     with torch.no_grad():  # otherwise it is a view that autograd follows
         found: Tensor = tensor.to_local().detach()
-    return found if where is None else found[where]
+    return found
 
 
-_Split = tuple[int, int]
-"""A dimension of the mesh that splits one of the tensor's: its size, and its split factor, 1 unless it is strided."""
+def _held(tensor: Any) -> list[range] | str:
+    """Return the indices along each dimension that lie on this rank; or why they are unknown, the same on all ranks.
 
-
-def _unknown(tensor: Any) -> str:
-    """Return why the blocks of a tensor are unknown, as a reason to gather it; all ranks find the same."""
+    A split takes one of the chunks of `torch.chunk`: none of them is larger than the first, and the last may be empty.
+    """
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-    for placement in tensor.placements:
+    shard_order = getattr(tensor._spec, "shard_order", None) or ()  # since torch 2.10; None where strided ones tell it
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in shard_order):
+        return "dimensions of a mesh split it in an unusual order"
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    splits: list[list[int]] = [[] for _ in tensor.shape]  # dimensions of the mesh, in the order in which they split
+    for index, placement in reversed([*enumerate(tensor.placements)]):
         if placement.is_partial():
             return "ranks hold parts of a sum of it (a Partial placement)"
         if type(placement) not in (Replicate, Shard, _StridedShard):  # a class of them that is derived splits otherwise
             return f"its blocks under a {type(placement).__name__} placement are not known"
-    order = getattr(tensor._spec, "shard_order", None) or ()  # since torch 2.10; None where strided ones tell it
-    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
-        return "dimensions of a mesh split it in an unusual order"
-    for size, (split, _) in zip(tensor.shape, _splits(tensor), strict=True):
-        if len(split) > 1 and _order(split) is None and size % math.prod(count * factor for count, factor in split):
-            return "dimensions of a mesh split it unevenly, in an order that its placements do not tell"
-    return ""
-
-
-def _splits(tensor: Any) -> list[tuple[tuple[_Split, ...], tuple[int, ...]]]:
-    """Return what splits each dimension of a tensor, in the order of the mesh, and this rank's place among those."""
-    from torch.distributed.tensor.placement_types import Replicate, _StridedShard
-
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    found: list[tuple[tuple[_Split, ...], tuple[int, ...]]] = [((), ())] * tensor.ndim
-    for index, placement in enumerate(tensor.placements):
         if type(placement) is not Replicate:
+            # `fully_shard` splits what others of the mesh have split, and notes how many pieces there were
             factor = int(placement.split_factor) if type(placement) is _StridedShard else 1
-            split, place = found[placement.dim]
-            found[placement.dim] = (*split, (mesh.size(index), factor)), (*place, coordinate[index])
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _order(split: tuple[_Split, ...]) -> tuple[int, ...] | None:
-    """Return the order in which dimensions of a mesh split one of a tensor; None where their factors are of no order.
-
-    ``fully_shard`` of a tensor that others of the mesh split already comes after them, and its split is noted as
-    strided: by a factor that is the number of pieces which there were before.
-    """
-    order: list[int] = []
-    for index in reversed(range(len(split))):
-        before = [math.prod(split[other][0] for other in order[:end]) for end in range(len(order) + 1)]
-        if split[index][1] not in before:
-            return None
-        order.insert(before.index(split[index][1]), index)
-    return tuple(order)
-
-
-@lru_cache(maxsize=4096)
-def _held(size: int, split: tuple[_Split, ...], place: tuple[int, ...]) -> _Runs:
-    """Return the indices along one dimension that lie at a place of the mesh's dimensions that split it.
-
-    A split takes one of the chunks of `torch.chunk`: none of them is larger than the first, and the last may be empty.
-    """
-    order = _order(split)
-    if order is not None:
-        held = range(size)
+            order = splits[placement.dim]
+            pieces = [math.prod(map(mesh.size, order[:end])) for end in range(len(order) + 1)]
+            if factor not in pieces:
+                return "dimensions of a mesh split it in an order that its placements do not tell"
+            order.insert(pieces.index(factor), index)
+    held = [range(size) for size in tensor.shape]
+    for dim, order in enumerate(splits):
         for index in order:
-            chunk = -(-len(held) // split[index][0])
-            held = held[place[index] * chunk : (place[index] + 1) * chunk]
-        return ((held.start, held.stop, 0),)
-    indices = torch.arange(size)
-    for (count, factor), at in zip(split, place, strict=True):  # of each of `factor` parts every rank has a chunk
-        chunks = [part.chunk(count)[at : at + 1] for part in indices.chunk(factor)]
-        indices = torch.cat([indices[:0], *itertools.chain(*chunks)])
-    firsts = ((indices.diff() != 1).nonzero().flatten() + 1).tolist()
-    found = itertools.pairwise([0, *firsts, len(indices)])
-    return tuple((int(indices[first]), int(indices[end - 1]) + 1, first) for first, end in found if first < end)
+            chunk = -(-len(held[dim]) // mesh.size(index))
+            held[dim] = held[dim][place[index] * chunk : (place[index] + 1) * chunk]
+    return held
 
 
 def require_whole(module: nn.Module) -> None:

@@ -139,37 +139,48 @@ class CheckpointSource(WeightSource):
         if not self.directory.is_dir():
             raise ConfigError(f"there is no checkpoint directory {self.directory}")
         self._seen: dict[str, tuple[int, ...]] = {}
-        where = None
-        if (self.directory / _INDEX).is_file():
-            self._see(_INDEX)
-            where = _weight_map(self.directory / _INDEX)
-            if _SINGLE not in where.values() and (self.directory / _SINGLE).exists():
-                raise IntegrityError(
-                    f"{self.directory / _SINGLE} lies beside {_INDEX}, which names other files",
-                    expected="one checkpoint: vLLM and SGLang load what the index names, transformers the single file",
-                    state="nothing was read",
-                    hint="remove the older of the two, the single file, or the index and the files that it names",
-                )
-        names = sorted(
-            {path.name for path in self.directory.glob("*.safetensors")} if where is None else {*where.values()}
-        )
+        self._file_of: dict[str, str] = {}
+        where = self._weight_map() if (self.directory / _INDEX).is_file() else None
+        names = {path.name for path in self.directory.glob("*.safetensors")} if where is None else {*where.values()}
         if not names:
             raise ConfigError(f"{self.directory} holds no *.safetensors files", expected="a Hugging Face checkpoint")
-        self._files: dict[str, str] = {}
-        self._params: tuple[ParamMeta, ...] = ()
-        for name in names:
+        params = list[ParamMeta]()
+        for name in sorted(names):
             self._see(name)
             file = self._open(name)
             file.close()  # opened again for each pass: hundreds of files are not kept open
-            kept = [meta for meta in file.params() if where is None or where.get(meta.name) == name]
-            for meta in kept:
-                if meta.name in self._files:
-                    raise IntegrityError(f"{meta.name!r} is in {self._files[meta.name]} and in {name}")
-                self._files[meta.name] = name
-            self._params += tuple(kept)
+            for meta in file.params():
+                if where is None or where.get(meta.name) == name:
+                    if meta.name in self._file_of:
+                        raise IntegrityError(f"{meta.name!r} is in {self._file_of[meta.name]} and in {name}")
+                    self._file_of[meta.name] = name
+                    params.append(meta)
+        self._params = tuple(params)
         for name, placed in (where or {}).items():
-            if name not in self._files:
+            if name not in self._file_of:
                 raise IntegrityError(f"{self.directory / placed} lacks {name!r}, which {_INDEX} places there")
+
+    def _weight_map(self) -> dict[str, str]:
+        """Return the weight map of the index, name -> file name."""
+        index = self.directory / _INDEX
+        self._see(_INDEX)
+        try:
+            where: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            for name, file in where.items():
+                if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+                    raise ValueError(f"{name!r} lies in {file!r}")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise IntegrityError(
+                f"{index} cannot be used: {error}", expected="a Hugging Face safetensors index"
+            ) from None
+        if _SINGLE not in where.values() and (self.directory / _SINGLE).exists():
+            raise IntegrityError(
+                f"{self.directory / _SINGLE} lies beside {_INDEX}, which names other files",
+                expected="one checkpoint: vLLM and SGLang load what the index names, transformers the single file",
+                state="nothing was read",
+                hint="remove the older of the two, the single file, or the index and the files that it names",
+            )
+        return where
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
@@ -200,11 +211,11 @@ class CheckpointSource(WeightSource):
 
         def read(name: str) -> Tensor:
             nonlocal file
-            if file is None or os.path.basename(file.path) != self._files[name]:
-                self._require_unchanged(self._files[name])
-                file = self._open(self._files[name])
+            if file is None or os.path.basename(file.path) != self._file_of[name]:
+                self._require_unchanged(self._file_of[name])
+                file = self._open(self._file_of[name])
             tensor, _ = file.read(name)
-            self._require_unchanged(self._files[name])  # after it was read: a shard may be the last that is taken
+            self._require_unchanged(self._file_of[name])  # after it was read: a shard may be the last that is taken
             return tensor
 
         return read
@@ -244,19 +255,3 @@ def opened(directory: str) -> CheckpointSource | None:
         return CheckpointSource(directory)
     except (ConfigError, IntegrityError):  # of another format; whoever needs it asks again, and gets the reason
         return None
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return the weight map of an index, name -> file name.
-
-    Raises:
-        IntegrityError: the index cannot be read, or names files outside its directory.
-    """
-    try:
-        where = json.loads(index.read_bytes())["weight_map"]
-        for name, file in where.items():
-            if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
-                raise ValueError(f"{name!r} lies in {file!r}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{index} cannot be used: {error}", expected="a Hugging Face safetensors index") from None
-    return where

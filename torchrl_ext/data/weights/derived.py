@@ -1,7 +1,6 @@
 """Sources over another source: under other names (by a function, a table of regular expressions, or those of its
-checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, with some tensors replaced, or with PEFT's LoRA
-weights
-merged; and `as_source`, which picks the source of any weights."""
+checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, or with PEFT's LoRA weights merged; and `as_source`,
+which picks the source of any weights."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
+from itertools import starmap
 from typing import Any, final
 from weakref import WeakSet
 
@@ -23,20 +21,17 @@ from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Shard, require_whole
 from torchrl_ext.data.weights.checkpoint import CheckpointSource, with_dtype
-from torchrl_ext.data.weights.hf_names import SameWeights, groups_of, shards_of_part
+from torchrl_ext.data.weights.hf_names import PEFT, SameWeights, groups_of, shards_of_part
 from torchrl_ext.data.weights.source import (
+    LiveSource,
     MappingSource,
     ModuleSource,
-    Row,
-    RowSource,
     WeightSource,
-    full,
     gathered_in_order,
     inner_model,
     is_mapping,
     is_tensordict_module,
     model_files,
-    named_tensors,
     same_memory,
     unwrapped,
 )
@@ -44,8 +39,6 @@ from torchrl_ext.data.weights.source import (
 __all__ = ["ConvertedSource", "MappedSource", "PeftSource", "as_mapper", "as_source", "converted", "is_peft"]
 
 log = logging.getLogger("torchrl_ext")
-
-_PREFIX = "base_model.model."
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -58,7 +51,7 @@ def is_peft(module: nn.Module) -> bool:
     return any(isinstance(part, (PeftModel, BaseTunerLayer)) for part in module.modules())
 
 
-class PeftSource(RowSource):
+class PeftSource(LiveSource):
     """The merged weights of a LoRA module under the names of its base checkpoint.
 
     A weight with active adapters is sent as ``W + sum_i scaling_i B_i A_i`` (Hu et al. 2021, equation 3; each term by
@@ -75,72 +68,75 @@ class PeftSource(RowSource):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._wrappers()
+        self._adapted: dict[str, Any] = {}  # names of the last listing -> the LoRA layer that adds to the tensor
+        for _ in _parts("", module):
+            pass
 
-    def rows(self) -> Iterable[Row]:
-        for name, tensor, layer in self._layers():
-            made = "" if layer is None else "adapters are merged into it"
-            yield Row(name, tensor, partial(_merged, tensor, layer), made)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        parts, self._adapted = [*_parts("", self._module)], {}
+        tensor: Tensor
+        for path, part, layer in parts:
+            for name, tensor in part.named_parameters(path, recurse=False, remove_duplicate=False):
+                name = unwrapped(name).replace(PEFT, "")
+                if layer is not None and name.endswith("weight") and _active(layer):
+                    self._adapted[name] = layer
+                yield name, tensor
+        for path, part, _ in parts:
+            for name, tensor in part.named_buffers(path, recurse=False, remove_duplicate=False):
+                if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+                    yield unwrapped(name).replace(PEFT, ""), tensor
+
+    @torch.no_grad()
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        if name in self._adapted:
+            layer, tensor = self._adapted[name], tensor.detach().clone()
+            for adapter in _active(layer):
+                tensor += layer.get_delta_weight(adapter)  # a wider adapter is rounded once, after the addition
+        return super().take(name, tensor)
+
+    def makes(self, name: str) -> str:
+        return "adapters are merged into it" if name in self._adapted else ""
+
+    def _key(self, name: str, tensor: Tensor) -> tuple[Any, ...]:
+        return *same_memory(tensor), id(self._adapted.get(name))
 
     def files(self) -> Mapping[str, bytes]:
         return model_files(self._module)
 
-    def _layers(self) -> Iterator[tuple[str, Tensor, Any]]:
-        """Yield checkpoint name, live tensor, and the LoRA layer that adds to it; tied tensors once."""
-        layers, saved = self._wrappers()
-        seen: set[Any] = set()
-        names: set[str] = set()
-        for name, tensor in named_tensors(self._module):
-            path = _kept(name, layers, saved)
-            if path is None:
-                continue
-            layer = layers.get(path.removesuffix(".base_layer.weight"))
-            layer = layer if layer is not None and _active(layer) else None
-            checkpoint_name = path.replace(_PREFIX, "").replace(".base_layer.", ".")
-            if checkpoint_name in names:
-                raise ManifestError(f"two tensors of the adapted module are called {checkpoint_name!r}")
-            names.add(checkpoint_name)
-            key = (same_memory(tensor), id(layer))
-            if key not in seen:
-                seen.add(key)
-                yield checkpoint_name, tensor, layer
 
-    def _wrappers(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return LoRA layers by path; and for each ``modules_to_save`` wrapper the child in use, by path."""
-        from peft import PeftModel
-        from peft.tuners.lora import Conv2d, Conv3d, Embedding, Linear, LoraModel
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+def _parts(path: str, part: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the modules whose own tensors are sent: path without PEFT's parts of layers, and the LoRA layer around it.
 
-        layers, saved = {}, {}
-        for path, part in self._module.named_modules(remove_duplicate=False):
-            if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
-                raise _refused(path, type(part.base_model).__name__)
-            if isinstance(part, ModulesToSaveWrapper):
-                off = part.disable_adapters or not part.active_adapters
-                saved[path] = "original_module" if off else f"modules_to_save.{part.active_adapters[0]}"
-            elif isinstance(part, AuxiliaryTrainingWrapper):
-                raise _refused(path, type(part).__name__)
-            elif isinstance(part, BaseTunerLayer):
-                if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
-                    raise _refused(path, type(part).__name__)
-                for adapter in _active(part):
-                    if part.lora_bias.get(adapter):
-                        raise _refused(path, "LoRA with a bias")
-                    if adapter in part.lora_variant:
-                        raise _refused(path, type(part.lora_variant[adapter]).__name__)
-                layers[path] = part
-        return layers, saved
+    Raises:
+        ConfigError: names an adapter that cannot be merged.
+    """
+    from peft import PeftModel
+    from peft.tuners.lora import Conv2d, Conv3d, Embedding, Linear, LoraModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-
-@torch.no_grad()
-def _merged(tensor: Tensor, layer: Any) -> Tensor:
-    """Return a full weight, with what the active adapters of its layer, if it has any, add to it."""
-    if layer is not None:
-        tensor = tensor.detach().clone()
-        for adapter in _active(layer):
-            tensor += layer.get_delta_weight(adapter)  # a wider adapter is rounded once, after the addition
-    return full(tensor)
+    layer = None
+    if isinstance(part, ModulesToSaveWrapper):
+        off = part.disable_adapters or not part.active_adapters
+        yield from _parts(path, part.original_module if off else part.modules_to_save[part.active_adapters[0]])
+        return
+    if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
+        raise _refused(path, type(part.base_model).__name__)
+    if isinstance(part, AuxiliaryTrainingWrapper):
+        raise _refused(path, type(part).__name__)
+    if isinstance(part, BaseTunerLayer):
+        if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
+            raise _refused(path, type(part).__name__)
+        for adapter in _active(part):
+            if part.lora_bias.get(adapter):
+                raise _refused(path, "LoRA with a bias")
+            if adapter in part.lora_variant:
+                raise _refused(path, type(part.lora_variant[adapter]).__name__)
+        layer, part = part, part.base_layer
+    yield path, part, layer
+    for name, child in part._modules.items():
+        if child is not None:
+            yield from _parts(f"{path}.{name}" if path else name, child)
 
 
 def _active(layer: Any) -> list[str]:
@@ -149,19 +145,6 @@ def _active(layer: Any) -> list[str]:
         return []
     present = {*layer.lora_A.keys(), *layer.lora_embedding_A.keys()}
     return [name for name in layer.active_adapters if name in present and name not in layer.merged_adapters]
-
-
-def _kept(name: str, layers: Mapping[str, Any], saved: Mapping[str, str]) -> str | None:
-    """Return the path of a parameter without its `modules_to_save` part; None for parameters of adapters."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        path = ".".join(parts[:end])
-        rest = ".".join(parts[end:])
-        if path in layers and not rest.startswith("base_layer."):
-            return None
-        if path in saved:
-            return f"{path}.{rest.removeprefix(saved[path] + '.')}" if rest.startswith(saved[path] + ".") else None
-    return name
 
 
 def _refused(path: str, kind: str) -> ConfigError:
@@ -263,19 +246,14 @@ def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str
     """
     if not isinstance(mapper, Mapping):
         return mapper
-    rules = []
-    for pattern, replacement in mapper.items():
-        try:
-            rules.append((re.compile(pattern), replacement))
-        except re.error as error:
-            raise ConfigError(f"name pattern {pattern!r} is not a regular expression: {error}") from None
+    try:
+        rules = [(re.compile(pattern), replacement) for pattern, replacement in mapper.items()]
+    except re.error as error:
+        raise ConfigError(f"name pattern {error.pattern!r} is not a regular expression: {error}") from None
 
     def mapped(name: str) -> str:
-        for pattern, replacement in rules:
-            match = pattern.fullmatch(name)
-            if match:
-                return match.expand(replacement)
-        return name
+        matches = ((pattern.fullmatch(name), replacement) for pattern, replacement in rules)
+        return next((match.expand(replacement) for match, replacement in matches if match), name)
 
     return mapped
 
@@ -292,30 +270,26 @@ class ConvertedSource(WeightSource):
         ManifestError: in `params`, where two tensors meet under one checkpoint name.
     """
 
-    def __init__(self, source: RowSource, groups: Iterable[SameWeights]) -> None:
+    def __init__(self, source: LiveSource, groups: Iterable[SameWeights]) -> None:
         self._source = source
-        self._groups = tuple(groups)
-        self._group_of = {name: group for group in self._groups for name in group.sources}
+        self._group_of = {name: group for group in groups for name in group.sources}
 
     def params(self) -> tuple[ParamMeta, ...]:
         found: dict[str, ParamMeta] = {}
-        for group, rows in self._batches():
-            tensors = {row.name: row.tensor for row in rows}
-            metas = [ParamMeta.of(*pair) for pair in tensors.items()] if group is None else group.params(tensors)
-            for meta in metas:
+        for group, live in self._batches():
+            for meta in starmap(ParamMeta.of, live.items()) if group is None else group.params(live):
                 if meta.name in found:
                     raise ManifestError(
-                        f"{meta.name!r} is given twice: once stacked or renamed, and once under its own name"
+                        f"{meta.name!r} is given twice: as a part of what is stacked or renamed, and by its own name"
                     )
                 found[meta.name] = meta
         return tuple(found.values())
 
     def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Begin a pass over the tensors of these names; a group of which one is meant is taken as a whole."""
-        for group, rows in self._batches():
-            results = [rows[0].name] if group is None else group.results
-            if names is None or any(name in names for name in results):
-                yield from (pair for pair in _made(group, rows) if names is None or pair[0] in names)
+        for group, live in self._batches():
+            if names is None or any(name in names for name in (live if group is None else group.results)):
+                yield from (pair for pair in self._made(group, live) if names is None or pair[0] in names)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.pairs()
@@ -326,61 +300,55 @@ class ConvertedSource(WeightSource):
         Where a checkpoint tensor is a part of one of the module's, they are views of what this rank holds of that one.
         Those that only a copy makes, of several tensors or in another order of elements, are gathered.
         """
-        for group, rows in self._batches():
+        for group, live in self._batches():
+            shards = [shard for pair in live.items() for shard in self._source.shards_of(*pair)]
             if group is None:
-                yield from rows[0].shards()
+                yield from shards
                 continue
-            metas = group.params({row.name: row.tensor for row in rows})
-            local = list(rows[0].shards()) if group.walks else []
-            why = next((shard.why for shard in local if shard.gathers), "" if group.walks else _COPIED)
+            metas, why = group.params(live), "its checkpoint tensor combines several blocks of the module's tensor"
+            if group.walks:
+                why = next((shard.why for shard in shards if shard.gathers), "")
             if why:
-                yield from gathered_in_order(metas, map(itemgetter(1), _made(group, rows)), why)
+                yield from gathered_in_order(metas, (tensor for _, tensor in self._made(group, live)), why)
                 continue
             for walk, meta in zip(group.walks, metas, strict=True):
-                yield from shards_of_part(meta, walk, local)
+                yield from shards_of_part(meta, walk, shards)
 
     def held(self) -> Mapping[str, Tensor]:
-        live, found = self._source.held(), {}
-        for group, rows in self._batches():
-            name = rows[0].name
-            if group is None and name in live:
-                found[name] = live[name]
-            elif group is not None and not group.copied and name in live and group.lies_in(live[name]):
-                found |= group.parts(live[name])
+        held, found = self._source.held(), dict[str, Tensor]()
+        for group, live in self._batches():
+            if live.keys() <= held.keys():
+                found |= {name: held[name] for name in live} if group is None else group.parts(held)
         return found
 
     def tied(self) -> Mapping[str, str]:
-        renamed = {}
-        for group in self._groups:
+        renamed = dict[str, str]()
+        for group in self._group_of.values():
             if len(group.sources) == len(group.results) == 1:
-                renamed[next(iter(group.sources))] = next(iter(group.results))
+                renamed |= zip(group.sources, group.results, strict=True)
         return {renamed.get(name, name): renamed.get(via, via) for name, via in self._source.tied().items()}
 
     def files(self) -> Mapping[str, bytes]:
         return self._source.files()
 
-    def _batches(self) -> Iterator[tuple[SameWeights | None, list[Row]]]:
-        """Yield what is taken together, in the order of the source: a group, or a tensor that keeps its name."""
-        rows, begun = {row.name: row for row in self._source.rows()}, set()
-        for name, row in rows.items():
+    def _batches(self) -> Iterator[tuple[SameWeights | None, dict[str, Tensor]]]:
+        """Yield live tensors that are taken together, in the order of the source: a group's, or one of no group."""
+        sent, begun = self._source.sent(), set()
+        for name, tensor in sent.items():
             group = self._group_of.get(name)
-            if group is None or not group.fits({one: rows[one].tensor for one in group.sources if one in rows}):
-                yield None, [row]
+            if group is None or not group.fits(sent):
+                yield None, {name: tensor}
             elif group not in begun:
                 begun.add(group)
-                yield group, [rows[one] for one in group.sources]
+                yield group, {one: sent[one] for one in group.sources}
+
+    def _made(self, group: SameWeights | None, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a batch becomes; nothing here keeps its tensors while the next ones are gathered."""
+        undo = dict if group is None else group.undo
+        yield from undo({name: self._source.take(name, tensor) for name, tensor in live.items()}).items()
 
 
-_COPIED = "its checkpoint tensor combines several blocks of the module's tensor"
-
-
-def _made(group: SameWeights | None, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a batch becomes; nothing here keeps its tensors while the next ones are gathered."""
-    undo = dict if group is None else group.undo
-    yield from undo({row.name: row.take() for row in rows}).items()
-
-
-def converted(source: RowSource, module: nn.Module) -> WeightSource:
+def converted(source: LiveSource, module: nn.Module) -> WeightSource:
     """Return ``source``, or what it has under checkpoint names where ``module`` has other ones.
 
     Args:
@@ -388,12 +356,12 @@ def converted(source: RowSource, module: nn.Module) -> WeightSource:
         module: a `transformers` model, or a module that contains one; for any other ``source`` stays as it is.
     """
     merged = isinstance(source, PeftSource)  # whose names are not those of the module
-    groups = groups_of(module, (lambda: (row[:2] for row in source.rows())) if merged else None)
+    groups = groups_of(module, (lambda: source.sent().items()) if merged else None)
     if isinstance(source, MappingSource) and groups:
-        names = {row.name for row in source.rows()}
-        others = {name for group in groups for name in group.results}
+        names = source.sent().keys()
+        results = {name for group in groups for name in group.results}
         sources = {name for group in groups for name in group.sources}
-        if not names & (sources - others) and names & (others - sources):  # checkpoint names, some known here as well
+        if not names & (sources - results) and names & (results - sources):  # checkpoint names, some known here as well
             return source
     return ConvertedSource(source, groups) if groups else source
 

@@ -12,7 +12,7 @@ It sees a tensor as little-endian words of 32 bits and multiplies word ``i`` in 
 
     key(i) = K[i % 2048] * H(i // 2048)
 
-with K of 32 bits (`torchrl_ext.data.deltas.kernels.linear_keys`) and H odd: the two words of splitmix64's finaliser and
+with K of 32 bits (`torchrl_ext.data.deltas.bits.linear_keys`) and H odd: the two words of splitmix64's finaliser and
 its second mix of ``(i // 2048) * G + SEED``, each ``| 1``, where G is 2^64 / golden ratio. An element of at most 32
 bits at byte b adds ``((bits + 1) << 8 * (b % 4)) * key(b // 4)``, one of 64 bits the same for each of its halves; so
 zeros count. Of errors that do not depend on the keys it finds
@@ -29,7 +29,6 @@ cancel under any keys. Whoever knows the keys makes collisions at will.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from operator import mul
 from typing import NamedTuple, final
 
@@ -39,8 +38,8 @@ from torch import Tensor
 
 from torchrl_ext.base.devices import Recorded, download, recorded, wait_for
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.host import kernels_on
-from torchrl_ext.data.deltas.kernels import Piece, flat_bits
+from torchrl_ext.data.deltas.bits import Piece, flat_bits
+from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.view import Block, View
 
 __all__ = [
@@ -51,6 +50,7 @@ __all__ = [
     "byte_view",
     "digest_of",
     "digests_of",
+    "fetched",
     "position_digest",
 ]
 
@@ -150,20 +150,28 @@ _CACHED, _TOGETHER = 1 << 20, 32 << 20  # bytes that are digested at once, on th
 
 
 def as_digests(words: Sequence[Tensor]) -> Iterator[PositionDigest]:
-    """Return digests of rows of words, as `torchrl_ext.data.deltas.kernels.Kernels.words` returns them, in order.
+    """Return digests of rows of words, as `torchrl_ext.data.deltas.bits.Kernels.words` returns them, in order.
 
     Args:
         words: int64, each of shape (k, 2), on any devices, each of which is waited for once.
     """
+    return (PositionDigest(one % 2**64, two % 2**64) for rows in fetched(words) for one, two in rows.tolist())
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return small tensors on the host; each device is waited for once.
+
+    Args:
+        tensors: on any devices, of one dtype, and of the same sizes but for the first one.
+    """
     by_device = dict[torch.device, list[int]]()
-    for number, one in enumerate(words):
+    for number, one in enumerate(tensors):
         by_device.setdefault(one.device, []).append(number)
-    joined = download([torch.cat([words[number] for number in own]) for own in by_device.values()])
-    rows = dict[int, Tensor]()
+    joined = download([torch.cat([tensors[number] for number in own]) for own in by_device.values()])
+    found = dict[int, Tensor]()
     for own, every in zip(by_device.values(), joined, strict=True):
-        rows |= zip(own, every.split([len(words[number]) for number in own]), strict=True)
-    added = chain.from_iterable(rows[number].tolist() for number in range(len(words)))
-    return (PositionDigest().plus((one, two)) for one, two in added)
+        found |= zip(own, every.split([len(tensors[number]) for number in own]), strict=True)
+    return [found[number] for number in range(len(tensors))]
 
 
 def position_digest(tensor: Tensor) -> PositionDigest:

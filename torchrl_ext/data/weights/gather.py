@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -96,7 +97,6 @@ class Holding:
     Attributes:
         params: of the model.
         rows: parameter, block and whether it gathers, of each shard.
-        shards: these, until they are `dropped`: they refer to the trainer's memory.
         same: ``before`` holds the same elements of the same parameters.
 
     Raises:
@@ -104,10 +104,10 @@ class Holding:
     """
 
     def __init__(self, source: WeightSource, before: Holding | None) -> None:
-        self.params, self.shards = source.params(), [*source.shards()]
-        self.rows = [(shard.meta, shard.block, shard.gathers) for shard in self.shards]
+        self.params, self._shards = source.params(), [*source.shards()]
+        self.rows = [(shard.meta, shard.block, shard.gathers) for shard in self._shards]
         self.same = before is not None and (self.params, self.rows) == (before.params, before.rows)
-        for _ in () if self.same else checked_shards(self.shards, self.params):
+        for _ in () if self.same else checked_shards(self._shards, self.params):
             pass
 
     def to_json(self) -> Info:
@@ -117,8 +117,8 @@ class Holding:
         return {"params": [meta.to_json() for meta in self.params], "shards": rows}
 
     def dropped(self) -> list[Shard]:
-        """Return the shards, and keep none of them."""
-        shards, self.shards = self.shards, []
+        """Return the shards, and keep none of them: they refer to the trainer's memory."""
+        shards, self._shards = self._shards, []
         return shards
 
 
@@ -187,42 +187,43 @@ class Gather:
             ManifestError: a shard is not of its block's shape.
             TransportError: another rank is gone, or takes no part within the timeout; names it.
         """
-        failures = list[Exception]()
-        walk = self._walk(shards, wanted, failures)
+        taken = _Taken(shards)
+        walk = self._walk(taken, wanted)
         try:
             for param, tensor in walk:
-                if failures:
+                if taken.failures:
                     break
                 yield param, tensor
         finally:
             for _ in walk:
                 pass
-        if failures:
-            raise failures[0]
+        if taken.failures:
+            raise taken.failures[0]
 
-    def _walk(
-        self, shards: Sequence[Shard], wanted: Callable[[int], bool], failures: list[Exception]
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _walk(self, taken: _Taken, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Tensor]]:
         for param, meta in enumerate(self._params):
             mine = self.owners[param] == self._rank
             if param in self._gathers:  # wanted or not: such shards are taken in order, each once
-                tensor = _taken(shards[self._gathers[param]], failures)
+                tensor = taken.of(self._gathers[param])
                 if mine and wanted(param):
                     yield param, tensor
             elif wanted(param):
+                own = [piece for piece in self._pieces[param] if piece.rank == self._rank]
+                parts = [taken.of(piece.shard, piece.block) for piece in own]
                 if mine:
-                    yield param, self._received(meta, self._pieces[param], shards, failures)
+                    yield param, self._received(meta, [*zip(own, parts, strict=True)], self._pieces[param])
                 else:
-                    self._send(param, shards, failures)
+                    self._send(parts, self.owners[param])
 
-    def _received(
-        self, meta: ParamMeta, pieces: Sequence[_Piece], shards: Sequence[Shard], failures: list[Exception]
-    ) -> Tensor:
+    def _send(self, parts: Sequence[Tensor], owner: int) -> None:
+        self._run([(torch.distributed.isend, byte_view(part.to(_device())), owner) for part in parts])
+
+    def _received(self, meta: ParamMeta, own: Sequence[tuple[_Piece, Tensor]], pieces: Sequence[_Piece]) -> Tensor:
+        """Return a parameter of this rank's own pieces and of those that others send."""
         whole = Block.whole(meta.shape)
-        own = [(piece.block, _part(shards[piece.shard], piece.block, failures)) for piece in pieces if self._has(piece)]
-        if [block for block, _ in own] == [whole]:
+        if [piece.block for piece, _ in own] == [whole]:
             return own[0][1]
-        others = [piece for piece in pieces if not self._has(piece)]
+        others = [piece for piece in pieces if piece.rank != self._rank]
         device = _device() if others else None if not own else own[0][1].device
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         waits, copies = [], []
@@ -232,22 +233,9 @@ class Gather:
             waits.append((torch.distributed.irecv, byte_view(room), piece.rank))
             copies += [] if room is part else [(part, room)]
         self._run(waits)
-        for block, part in own:
-            tensor[block.within(whole)].copy_(part)
-        for part, room in copies:
+        for part, room in copies + [(tensor[piece.block.within(whole)], part) for piece, part in own]:
             part.copy_(room)
         return tensor
-
-    def _send(self, param: int, shards: Sequence[Shard], failures: list[Exception]) -> None:
-        parts = [
-            byte_view(_part(shards[piece.shard], piece.block, failures).to(_device()))
-            for piece in self._pieces[param]
-            if self._has(piece)
-        ]
-        self._run([(torch.distributed.isend, part, self.owners[param]) for part in parts])
-
-    def _has(self, piece: _Piece) -> bool:
-        return piece.rank == self._rank
 
     def _run(self, transfers: Sequence[tuple[Any, Tensor, int]]) -> None:
         if not transfers:
@@ -267,23 +255,27 @@ class Gather:
             ) from error
 
 
-def _taken(shard: Shard, failures: list[Exception]) -> Tensor:
-    """Return a shard's elements; where that fails, note why, and return others, for which another rank may wait."""
-    try:
-        tensor = shard.take().detach().resolve_conj().resolve_neg()
-        if tuple(tensor.shape) != shard.block.shape:
-            raise ManifestError(
-                f"a shard of {shard.meta.name!r} gives a tensor of shape {tuple(tensor.shape)}",
-                expected=f"{shard.block.shape}, as its block says",
-            )
-        return tensor.to(shard.meta.dtype)
-    except Exception as error:  # noqa: BLE001 - raised when every rank has what it waits for
-        failures.append(error)
-        return torch.zeros(shard.block.shape, dtype=shard.meta.dtype)
+class _Taken:
+    """Takes shards; where that fails, notes why in ``failures``, and gives others, for which another rank may wait."""
 
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards, self.failures = shards, list[Exception]()
 
-def _part(shard: Shard, block: Block, failures: list[Exception]) -> Tensor:
-    return _taken(shard, failures)[block.within(shard.block)]
+    def of(self, number: int, part: Block | None = None) -> Tensor:
+        """Return the elements of a shard, or a part of them, in the dtype in which they are sent."""
+        shard = self._shards[number]
+        try:
+            tensor = shard.take().detach().resolve_conj().resolve_neg()
+            if tuple(tensor.shape) != shard.block.shape:
+                raise ManifestError(
+                    f"a shard of {shard.meta.name!r} gives a tensor of shape {tuple(tensor.shape)}",
+                    expected=f"{shard.block.shape}, as its block says",
+                )
+            tensor = tensor.to(shard.meta.dtype)
+        except Exception as error:  # noqa: BLE001 - raised when every rank has what it waits for
+            self.failures.append(error)
+            tensor = torch.zeros(shard.block.shape, dtype=shard.meta.dtype)
+        return tensor if part is None else tensor[part.within(shard.block)]
 
 
 def _device() -> torch.device:
@@ -301,27 +293,20 @@ def _compare(held: Sequence[Info]) -> None:
     Raises:
         ManifestError: names the first that differs, and the rank.
     """
-    params, gathered = held[0]["params"], _gathering(held[0])
+
+    def said(one: Info) -> list[tuple[str, list[Any]]]:
+        params = one["params"]
+        gathered = [params[param] for param, *_, gathers in one["shards"] if gathers]
+        return [("parameter", params), ("shard that is gathered", gathered)]
+
     for rank, other in enumerate(held[1:], 1):
-        what, ours, theirs = "parameter", [_meta(row) for row in params], [_meta(row) for row in other["params"]]
-        if ours == theirs:
-            what, ours, theirs = "shard that is gathered", gathered, _gathering(other)
-        if ours == theirs:
-            continue
-        pairs = enumerate(zip(ours, theirs, strict=False))
-        number = next((at for at, (one, two) in pairs if one != two), min(len(ours), len(theirs)))
-        here, there = ((one[number] if number < len(one) else "none") for one in (ours, theirs))
-        raise ManifestError(
-            f"{what} {number} is {there} on trainer rank {rank}, and {here} on rank 0",
-            expected="the same on every rank",
-            state="nothing was sent",
-            hint="send the same model on every rank",
-        )
-
-
-def _meta(row: Sequence[Any]) -> str:
-    return str(ParamMeta.from_json((row[0], row[1], row[2])))
-
-
-def _gathering(held: Info) -> list[str]:
-    return [held["params"][param][0] for param, *_, gathers in held["shards"] if gathers]
+        for (what, ours), (_, theirs) in zip(said(held[0]), said(other), strict=True):
+            for number, pair in enumerate(zip_longest(ours, theirs)):
+                if pair[0] != pair[1]:
+                    here, there = ("none" if one is None else ParamMeta.from_json(one) for one in pair)
+                    raise ManifestError(
+                        f"{what} {number} is {there} on trainer rank {rank}, and {here} on rank 0",
+                        expected="the same on every rank",
+                        state="nothing was sent",
+                        hint="send the same model on every rank",
+                    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial, reduce
@@ -34,7 +34,7 @@ __all__ = ["SameWeights", "Spelling", "groups_of", "shards_of_part"]
 
 log = logging.getLogger("torchrl_ext")
 
-_PEFT = "base_model.model."
+PEFT = "base_model.model."
 
 
 def _unknown(name: str, known: Iterable[str]) -> ManifestError:
@@ -76,90 +76,76 @@ class SameWeights:
     """Tensors of a module that become checkpoint tensors together.
 
     Attributes:
-        sources: name in the module -> shape and strides there.
+        sources: name in the module -> its shape and strides there, at offset 0.
         results: name in the checkpoint -> view of the source; undefined where ``copied``, but for its sizes.
         copied: the checkpoint tensors are made by a copy (q, k and v in one, say), and are not parts of one source.
-        prefix: where the `transformers` model is in the module that was given.
-        model: that model.
+        revert: makes the checkpoint tensors, in order, from full tensors of the module, by name.
     """
 
-    sources: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    sources: Mapping[str, View]
     results: Mapping[str, View]
     copied: bool
-    prefix: str
-    model: weakref.ref[Any]
+    revert: Callable[[Mapping[str, Tensor]], Iterable[Tensor]]
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether ``tensors`` has every source, in its shape."""
-        return all(name in tensors and tuple(tensors[name].shape) == shape for name, (shape, _) in self.sources.items())
+        return all(name in tensors and tuple(tensors[name].shape) == view.sizes for name, view in self.sources.items())
 
     def params(self, tensors: Mapping[str, Tensor]) -> tuple[ParamMeta, ...]:
         """Return what `undo` would give, for sources that may be parts of larger tensors, or have no data."""
         dtype = reduce(torch.promote_types, (tensors[name].dtype for name in self.sources))
         return tuple(ParamMeta(name, dtype, view.sizes) for name, view in self.results.items())
 
-    def lies_in(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has the strides of the only source, so that parts of it are views."""
-        return [tensor.stride()] == [strides for _, strides in self.sources.values()]
-
-    def parts(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the checkpoint tensors as views of their source, when they are not ``copied``."""
-        return {name: view.of(tensor) for name, view in self.results.items()}
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint tensors as views of their source; none where a copy makes them."""
+        ((name, view), *_) = self.sources.items()
+        if self.copied or tensors[name].stride() != view.strides:
+            return {}
+        return {part: view.of(tensors[name]) for part, view in self.results.items()}
 
     @cached_property
     def walks(self) -> list[Walk]:
         """The straight walks through the only source to the results, in order; empty where one of them has none."""
         if self.copied:
             return []
-        ((shape, strides),) = self.sources.values()
-        walks = [view.walk(shape, strides) for view in self.results.values()]
+        (source,) = self.sources.values()
+        walks = [view.walk(source.sizes, source.strides) for view in self.results.values()]
         found = [walk for walk in walks if walk is not None and walk.straight]
         return found if len(found) == len(walks) else []
 
     @torch.no_grad()
     def undo(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the checkpoint tensors, made from full tensors of the module."""
-        if not self.copied:
-            ((name, (_, strides)),) = self.sources.items()
-            return self.parts(_with_strides(tensors[name], strides))
-        made = _revert(self.model(), {name.removeprefix(self.prefix): tensors[name] for name in self.sources})
-        return dict(zip(self.results, made.values(), strict=True))
+        if self.copied:
+            return dict(zip(self.results, self.revert({name: tensors[name] for name in self.sources}), strict=True))
+        ((name, view),) = self.sources.items()
+        return self.parts(tensors) or self.parts({name: _with_strides(tensors[name], view.strides)})
 
     @torch.no_grad()
     def redo(self, live: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> None:
-        """Write all checkpoint tensors of the group where they came from: into tensors of the module, in place.
+        """Write the checkpoint tensors of a group that is ``copied`` into the live ones of the module, in place.
 
         Where each element came from is found by undoing tensors that hold their own positions.
 
         Raises:
             ManifestError: the checkpoint tensors do not have every element of the module's exactly once.
         """
-        if not self.copied:
-            (name,) = self.sources
-            for part, view in self.parts(live[name]).items():
-                view.copy_(results[part])
-            return
-        first, positions = 0, dict[str, Tensor]()
-        for name, (shape, _) in self.sources.items():
-            end = first + live[name].numel()
-            positions[name] = torch.arange(first, end, device=live[name].device).view(shape)
-            first = end
-        came_from = torch.cat([made.reshape(-1) for made in self.undo(positions).values()])
-        if not torch.equal(came_from.sort().values, torch.arange(first, device=came_from.device)):
+        device, sizes = live[next(iter(self.sources))].device, [view.numel for view in self.sources.values()]
+        numbers = torch.arange(sum(sizes), device=device).split(sizes)
+        shaped = {name: own.view(view.sizes) for own, (name, view) in zip(numbers, self.sources.items(), strict=True)}
+        came_from = torch.cat([made.reshape(-1) for made in self.undo(shaped).values()])
+        if not torch.equal(came_from.sort().values, torch.arange(sum(sizes), device=device)):
             raise ManifestError(
                 f"{next(iter(self.results))!r} and what belongs to it cannot be turned into {', '.join(self.sources)}",
                 hint="send these under their names in the module",
             )
-        values = torch.cat([results[name].to(came_from.device).reshape(-1) for name in self.results])
+        values = torch.cat([results[name].to(device).reshape(-1) for name in self.results])
         values = torch.empty_like(values).index_copy_(0, came_from, values)
-        for name, (shape, _) in self.sources.items():
-            live[name].copy_(values[: live[name].numel()].view(shape))
-            values = values[live[name].numel() :]
+        for (name, view), own in zip(self.sources.items(), values.split(sizes), strict=True):
+            live[name].copy_(own.view(view.sizes))
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == strides:
-        return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -177,18 +163,16 @@ def groups_of(
         return ()
     from transformers import PreTrainedModel
 
-    def walk(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
-        if isinstance(part, PreTrainedModel):
-            yield unwrapped(path).replace(_PEFT, ""), part
-        else:
+    def models(path: str, part: nn.Module) -> Iterator[tuple[str, _Known]]:
+        if not isinstance(part, PreTrainedModel):
             for name, child in part.named_children():
-                yield from walk(f"{path}{name}.", child)
+                yield from models(f"{path}{name}.", child)
+        elif (known := _known(part)).converts:
+            yield unwrapped(path).replace(PEFT, ""), known
 
-    models = [(prefix, model) for prefix, model in walk("", module) if _known(model).converts]
-    if not models:
-        return ()
-    own = list(named_tensors(module, scratch=True) if tensors is None else tensors())
-    return tuple(group for prefix, model in models for group in _known(model).groups(prefix, own))
+    found = [*models("", module)]
+    own = [*(named_tensors(module, scratch=True) if tensors is None else tensors())] if found else []
+    return tuple(group for prefix, known in found for group in known.groups(prefix, own))
 
 
 class _Known:
@@ -196,7 +180,7 @@ class _Known:
 
     def __init__(self, model: Any) -> None:
         self.noted = _noted(model)
-        self.converts = _converts(model)
+        self.converts = bool(self.noted) if self.noted is not None else _has_conversions(model)
         self._model = weakref.ref(model)
         self._plans: dict[Any, tuple[SameWeights, ...]] = {}
 
@@ -210,30 +194,32 @@ class _Known:
         return self._plans[key]
 
     def _plan(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[SameWeights, ...]:
-        empty = {
-            name.removeprefix(prefix): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            for name, t in tensors
-        }
+        empty = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in tensors}
         trace = _Trace(empty)
         try:
             with torch.no_grad(), trace:
-                made = _revert(self._model(), empty)
-            found = list(trace.groups(made))
+                made = self._reverted(prefix, empty)
+            return tuple(
+                SameWeights(
+                    sources={name: View.seen(empty[name]) for name in sources},
+                    results={name: View.seen(made[name]) for name in results},
+                    copied=copied,
+                    revert=lambda given: self._reverted(prefix, given).values(),
+                )
+                for sources, results, copied in trace.groups(made)
+            )
         except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:  # a quantized model, say
             log.warning(
                 "weights are sent under the module's names, because transformers cannot undo its conversion: %s", error
             )
             return ()
-        return tuple(
-            SameWeights(
-                sources={prefix + name: (tuple(empty[name].shape), empty[name].stride()) for name in sources},
-                results={prefix + name: View.seen(made[name]) for name in results},
-                copied=copied,
-                prefix=prefix,
-                model=self._model,
-            )
-            for sources, results, copied in found
-        )
+
+    def _reverted(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        given = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        made = revert_weight_conversion(_plain(self._model()), given)
+        return {prefix + name: tensor for name, tensor in made.items()}
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -251,21 +237,12 @@ def _noted(model: Any) -> Any:
     return getattr(model, "_weight_conversions", None)
 
 
-def _converts(model: Any) -> bool:
-    noted = _noted(model)
-    if noted is not None:
-        return bool(noted)
+def _has_conversions(model: Any) -> bool:
     if getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None) is None:
         return False  # before version 5 modules have the names of their checkpoints
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(_plain(model), add_legacy=False))
-
-
-def _revert(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(_plain(model), dict(tensors))
 
 
 @final
@@ -313,14 +290,10 @@ class _Trace(TorchFunctionMode):
         for name, tensor in made.items():
             results.setdefault(id(together[min(self._origins[_memory(tensor)])]), []).append(name)
         for union in {id(union): union for union in together.values()}.values():
-            sources = [name for name in self._sources if name in union]
-            copied = any(_memory(made[name]) not in self._name_of for name in results[id(union)])
-            if (
-                copied
-                or results[id(union)] != sources
-                or View.seen(made[sources[0]]) != View.seen(self._sources[sources[0]])
-            ):
-                yield sources, results[id(union)], copied
+            sources, own = [name for name in self._sources if name in union], results[id(union)]
+            copied = any(_memory(made[name]) not in self._name_of for name in own)
+            if copied or own != sources or View.seen(made[own[0]]) != View.seen(self._sources[own[0]]):
+                yield sources, own, copied
 
 
 def _memory(tensor: Tensor) -> int:
@@ -345,12 +318,12 @@ def _plain(model: Any) -> Any:
 
 @final
 class Spelling:
-    """The tensors of a module, or of a mapping, under the names of an update: its own, its checkpoint's, or both.
+    """The tensors of a module or a mapping under the names of an update: of each group its own, or the checkpoint's.
 
     Args:
         own: every live tensor under each of its own names.
         groups: how some of them become checkpoint tensors.
-        sent: the names of the update; None: every name of the checkpoint.
+        sent: the names of the update; None: those of the checkpoint.
 
     Attributes:
         places: name -> live tensor, detached, or a view of one that is a part of it.
@@ -362,27 +335,22 @@ class Spelling:
         self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None = None
     ) -> None:
         self._own, self._made_of = own, _what_matters(own, groups, sent)
-        self._group_of: dict[str, SameWeights] = {}
-        results: dict[str, SameWeights] = {}
-        for group in groups:  # a part of a shard is no view of it: sharded modules take their own names
-            if not any(is_distributed(own[name]) for name in group.sources):
-                self._group_of |= dict.fromkeys(group.sources, group)
-                results |= dict.fromkeys(group.results, group)
-        self._direct: Set[str] = frozenset()  # live tensors of groups that the update brings by their own names
-        self._results: Set[str] = results.keys()  # checkpoint tensors that it means by their names
-        self._checkpoint = sent is None or sent <= (own.keys() - self._group_of.keys()) | results.keys()
+        # a part of a shard is no view of it: sharded modules take their own names
+        groups = [group for group in groups if not any(is_distributed(own[name]) for name in group.sources)]
+        sources = {name for group in groups for name in group.sources}
+        results = {name for group in groups for name in group.results}
+        self._checkpoint = sent is None or sent <= (own.keys() - sources) | results
         if sent is not None and not self._checkpoint:
-            self._direct, self._results = self._group_of.keys() & sent, (results.keys() & sent) - own.keys()
-        self.copied = {name: group for name, group in results.items() if group.copied and name in self._results}
+            groups = [group for group in groups if sent.isdisjoint(group.sources)]
+        self._group_of = {name: group for group in groups for name in group.sources}
+        self.copied = {name: group for group in groups if group.copied for name in group.results}
         self.places: dict[str, Tensor] = {}
         self.source_of: dict[str, str] = {}
         for name, tensor in own.items():
-            of, live = self._group_of.get(name), tensor.detach()
-            if of is None or name in self._direct:
-                self.places[name], self.source_of[name] = live, name
-            for part, view in of.parts(live).items() if of is not None and not of.copied else ():
-                if part in self._results:
-                    self.places[part], self.source_of[part] = view, name
+            group, live = self._group_of.get(name), tensor.detach()
+            places = {name: live} if group is None else group.parts({name: live}) if not group.copied else {}
+            self.places |= places
+            self.source_of |= dict.fromkeys(places, name)
 
     def is_of(self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None) -> bool:
         """Return whether these arguments would make the same; one with shards never is, as they may be replaced."""
@@ -426,7 +394,12 @@ class Spelling:
                     else "start the engine from the trainer's checkpoint",
                 )
         given = {meta.name for meta in params}
-        absent = self._absent(given)
+        absent = {}  # live tensors that do not come whole -> a name that is missing
+        for name in self._own:
+            group = self._group_of.get(name)
+            left = next((one for one in ((name,) if group is None else group.results) if one not in given), None)
+            if left is not None:
+                absent[name] = left if self._checkpoint else name
         missing = {same_memory(tensor): name for name, tensor in reversed([*needed.items()])}
         for name, tensor in self._own.items():
             if name not in absent:
@@ -455,27 +428,8 @@ class Spelling:
         return shared(found)
 
     def _metas(self) -> dict[str, ParamMeta]:
-        copied = set(self.copied.values())
-        found = {meta.name: meta for group in copied for meta in group.params(self._own)}
+        found = {meta.name: meta for group in {*self.copied.values()} for meta in group.params(self._own)}
         return found | {name: ParamMeta.of(name, tensor) for name, tensor in self.places.items()}
-
-    def _absent(self, given: set[str]) -> dict[str, str]:
-        """Return for each live tensor that does not come whole the first name of it that is missing."""
-        absent = {name: name for name in self._own if name not in self._group_of and name not in given}
-        own, made = given & self._direct, given & self._results  # of all groups: once, as there may be many
-        for group in {*self._group_of.values()}:
-            direct = group.sources.keys() & own
-            parts = group.results.keys() & made
-            if direct and parts:
-                raise ManifestError(
-                    f"{min(direct)!r} is given twice: under its own name, and as {min(parts)!r}",
-                    state="nothing was changed",
-                )
-            left = [name for name in group.results if name not in parts]
-            if direct or left:
-                said = left[0] if self._checkpoint or parts else None
-                absent |= {name: said or name for name in group.sources if name not in direct}
-        return absent
 
     def require_together(self, names: frozenset[str]) -> None:
         """Refuse names of which the model takes some only together with others.

@@ -10,8 +10,10 @@ import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,17 +57,16 @@ def shared(places: Iterable[tuple[Hashable, Place]]) -> tuple[tuple[Place, ...],
     for memory, place in places:
         memories.setdefault(memory, []).append(place)
     found = []
-    for every in memories.values():
-        meeting: set[int] = set()
-        reaching: list[tuple[int, Place]] = []  # those that reach as far as the next one begins
-        for index, place in sorted(enumerate(every), key=lambda one: one[1].target.offset) if len(every) > 1 else ():
-            reaching = [(at, other) for at, other in reaching if _end(other.target) > place.target.offset]
-            for at, other in reaching:
+    for own in memories.values():
+        meeting, reaching = set[Place](), list[Place]()  # those that reach as far as the next one begins
+        for place in sorted(own, key=lambda place: place.target.offset):
+            reaching = [other for other in reaching if _end(other.target) > place.target.offset]
+            for other in reaching:
                 if other.name != place.name and _meet(other.target, place.target):
-                    meeting |= {at, index}
-            reaching.append((index, place))
+                    meeting |= {other, place}
+            reaching.append(place)
         if meeting:
-            found.append(tuple(every[index] for index in sorted(meeting)))
+            found.append(tuple(place for place in own if place in meeting))
     return tuple(found)
 
 
@@ -152,23 +153,13 @@ def _end(view: View) -> int:
 
 def _meet(one: View, other: View) -> bool:
     """Return whether two views of one memory have an element in common."""
-    if not one.numel or not other.numel:
-        return False
-    spans: dict[int, list[int]] = {}  # stride -> least and most steps of it from an element of other to one of one
-    for view, bound, sign in ((one, 1, 1), (other, 0, -1)):
-        for size, stride in zip(view.sizes, view.strides, strict=True):
-            spans.setdefault(stride, [0, 0])[bound] += sign * (size - 1)
-    steps = [(stride, low, high) for stride, (low, high) in sorted(spans.items(), reverse=True) if stride]
+    return np.shares_memory(_as_bytes(one), _as_bytes(other))
 
-    def leads(rest: int, level: int) -> bool:
-        if level == len(steps):
-            return rest == 0
-        stride, low, high = steps[level]
-        below, above = (sum(step[0] * step[bound] for step in steps[level + 1 :]) for bound in (1, 2))
-        counts = range(max(low, -((above - rest) // stride)), min(high, (rest - below) // stride) + 1)
-        return any(leads(rest - count * stride, level + 1) for count in counts)
 
-    return leads(other.offset - one.offset, 0)
+def _as_bytes(view: View) -> np.ndarray:
+    """Return an array of bytes that lies at addresses as a view's elements do; nothing may be read of it."""
+    where = {"data": ((1 << 40) + view.offset, False), "shape": view.sizes, "strides": view.strides}
+    return np.asarray(SimpleNamespace(__array_interface__=where | {"typestr": "|u1", "version": 3}))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -11,18 +11,18 @@ import json
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, starmap
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, Part, dtype_name, is_torchrl
 from torchrl_ext.data.weights.blocks import Block, Shard, shards_of_dtensor
+from torchrl_ext.data.weights.digests import fetched
 
 __all__ = ["FiniteCheck", "MappingSource", "ModuleSource", "WeightSource", "checked", "inner_model"]
 
@@ -200,7 +200,7 @@ class FiniteCheck:
     """Refuses tensors with a NaN or an infinity: on the host at once, on an accelerator when `settle` waits for it."""
 
     def __init__(self) -> None:
-        self._names, self._found = list[str](), list[Tensor]()
+        self._found = list[tuple[str, Tensor]]()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Look at a tensor, which is not held.
@@ -212,8 +212,7 @@ class FiniteCheck:
             return
         found = _is_finite(tensor.detach())
         if not found.is_cpu:
-            self._names.append(name)
-            self._found.append(found)
+            self._found.append((name, found))
         elif not found:
             raise _infinite(name)
 
@@ -223,25 +222,20 @@ class FiniteCheck:
         Raises:
             ManifestError: names the first tensor with one.
         """
-        names, found, self._names, self._found = self._names, self._found, [], []
-        by_device = dict[torch.device, list[int]]()
-        for number, one in enumerate(found):
-            by_device.setdefault(one.device, []).append(number)
-        rows = download([torch.stack([found[number] for number in own]) for own in by_device.values()])
-        every = (zip(own, row.tolist(), strict=True) for own, row in zip(by_device.values(), rows, strict=True))
-        bad = [number for own in every for number, finite in own if not finite]
-        if bad:
-            raise _infinite(names[min(bad)])
+        pending, self._found = self._found, []
+        for (name, _), finite in zip(pending, fetched([found for _, found in pending]), strict=True):
+            if not finite:
+                raise _infinite(name)
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    """Return whether all elements are finite: bool, shape (), on their device; does not wait for it."""
+    """Return whether all elements are finite: bool, shape (1,), on their device; does not wait for it."""
     small = tensor.element_size() == 1  # without sums and comparisons, so that it is cast, a part at a time
     if tensor.is_cpu and not small and math.isfinite(tensor.sum().item()):  # faster; a sum of finite ones may overflow
-        return torch.tensor(True)
+        return torch.tensor([True])
     parts = tensor.reshape(-1).split(_CAST) if small else [tensor]
     ends = [torch.aminmax(part.float() if small else part) for part in parts]  # a NaN anywhere is both
-    return torch.stack([end for both in ends for end in both]).isfinite().all()
+    return torch.stack([end for both in ends for end in both]).isfinite().all(0, keepdim=True)
 
 
 def _infinite(name: str) -> ManifestError:
@@ -250,16 +244,6 @@ def _infinite(name: str) -> ManifestError:
         expected="finite weights",
         hint="find what makes the weights non-finite in training, or send them anyway with finite=False",
     )
-
-
-def _taken(name: str, tensor: Tensor) -> Tensor:
-    """Return the whole tensor; raises ManifestError where there is none."""
-    if tensor.device.type == "meta":
-        raise ManifestError(
-            f"{name!r} is on the meta device, which holds no data",
-            hint="load the weights, or reload offloaded ones, before sending them",
-        )
-    return full(tensor)
 
 
 def _made(tensor: Tensor) -> bool:
@@ -289,103 +273,107 @@ def same_memory(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
 
 
-class Row(NamedTuple):
-    """A tensor of a source.
+def live_shards(name: str, tensor: Tensor) -> Iterator[Shard]:
+    """Yield what this rank holds of a live tensor: the block of a DTensor, or all of a plain tensor, as a replica."""
+    meta = ParamMeta.of(name, tensor)
+    if is_distributed(tensor):
+        yield from shards_of_dtensor(meta, tensor, partial(full, tensor))
+    elif meta.numel:
+        yield Shard(meta, Block.whole(meta.shape), partial(_taken, name, tensor))
 
-    Attributes:
-        name: the name under which it is sent.
-        tensor: a tensor with the shape and dtype of the sent tensor.
-        take: returns the sent tensor, full and detached.
-        made: how `take` computes it; empty if it only gathers ``tensor``.
+
+class LiveSource(WeightSource):
+    """A source of live tensors, which may be taken in any order that is the same on all ranks.
+
+    Tied tensors travel once, under the first of their names.
     """
 
-    name: str
-    tensor: Tensor
-    take: Callable[[], Tensor]
-    made: str = ""
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield this rank's blocks: the local blocks of a DTensor, or all of a plain tensor, as a replica."""
-        meta = ParamMeta.of(self.name, self.tensor)
-        if self.made:
-            yield Shard(meta, Block.whole(meta.shape), self.take, gathers=True, why=self.made)
-        elif is_distributed(self.tensor):
-            yield from shards_of_dtensor(meta, self.tensor)
-        elif meta.numel:
-            yield Shard(meta, Block.whole(meta.shape), self.take)
-
-
-class RowSource(WeightSource):
-    """A source whose tensors can be taken in any order, as long as all ranks take the same tensor."""
-
     @abstractmethod
-    def rows(self) -> Iterable[Row]:
-        """Return the tensors to send, in order; tied tensors once."""
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """List every name with its live tensor, which has the shape and dtype of the sent one; tied ones under each."""
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of `sent` as it is sent: whole and detached.
+
+        Raises:
+            ManifestError: it has no data.
+        """
+        return _taken(name, tensor)
+
+    def makes(self, name: str) -> str:
+        """Return how `take` computes a tensor of the last `sent`; empty where it only gathers the live one."""
+        return ""
+
+    def sent(self) -> dict[str, Tensor]:
+        """Return the live tensors that are sent, in order."""
+        return self._listed()[0]
+
+    def tied(self) -> Mapping[str, str]:
+        return self._listed()[1]
+
+    def _listed(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return the tensors that are sent, and the names of others -> the name under which each is sent.
+
+        Nothing here makes an object per tensor that lives on: ten thousand set off Python's collector in each update.
+        """
+        sent, tied = dict[str, Tensor](), dict[str, str]()
+        firsts, others = dict[int, str](), dict[Any, str]()  # by address; and further views of the memory there
+        for name, tensor in self.tensors():
+            if name in sent or name in tied:
+                raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
+            require_memory(name, tensor)
+            first = firsts.setdefault((not is_distributed(tensor) and tensor.data_ptr()) or id(tensor), name)
+            if first != name:
+                key = self._key(name, tensor)
+                first = first if key == self._key(first, sent[first]) else others.setdefault(key, name)
+            if first == name:
+                sent[name] = tensor
+            else:
+                tied[name] = first
+        return sent, tied
+
+    def _key(self, name: str, tensor: Tensor) -> tuple[Any, ...]:
+        """Return a key that tied tensors share."""
+        return same_memory(tensor)
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return tuple([ParamMeta.of(row.name, row.tensor) for row in self.rows()])
+        return tuple(starmap(ParamMeta.of, self.sent().items()))
 
     def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        for row in self.rows():
-            if names is None or row.name in names:
-                yield row.name, row.take()
+        for name, tensor in self.sent().items():
+            if names is None or name in names:
+                yield name, self.take(name, tensor)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.pairs()
 
     def shards(self) -> Iterator[Shard]:
-        for row in self.rows():
-            yield from row.shards()
-
-
-class _TensorsSource(RowSource):
-    """Shared half of the sources that can list live tensors: tied ones travel once, under their first name."""
-
-    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
-    """Lists every name with its live tensor, tied ones under each of their names."""
-
-    def sent(self) -> dict[str, Tensor]:
-        """Return the live tensors that are sent, in order; tied ones under the first of their names.
-
-        Nothing here makes an object per tensor that lives on: ten thousand set off Python's collector in each update.
-        """
-        sent: dict[str, Tensor] = {}
-        tied: set[str] = set()
-        firsts: dict[int, Tensor] = {}  # by address
-        others: set[Any] = set()
-        for name, tensor in self.tensors():
-            if name in sent or name in tied:
-                raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
-            require_memory(name, tensor)
-            address = (not is_distributed(tensor) and tensor.data_ptr()) or id(tensor)
-            if address in firsts:
-                key = same_memory(tensor)
-                if key in others or key == same_memory(firsts[address]):
-                    tied.add(name)
-                    continue
-                others.add(key)  # another view of the same memory
-            else:
-                firsts[address] = tensor
-            sent[name] = tensor
-        return sent
-
-    def rows(self) -> Iterable[Row]:
         for name, tensor in self.sent().items():
-            yield Row(name, tensor, partial(_taken, name, tensor))
+            yield from self.shards_of(name, tensor)
 
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(starmap(ParamMeta.of, self.sent().items()))
-
-    def tied(self) -> Mapping[str, str]:
-        sent = self.sent()
-        first = {same_memory(tensor): name for name, tensor in sent.items()}
-        return {name: first[same_memory(tensor)] for name, tensor in self.tensors() if name not in sent}
+    def shards_of(self, name: str, tensor: Tensor) -> Iterator[Shard]:
+        """Yield what this rank holds of a tensor of the last `sent`."""
+        if why := self.makes(name):
+            meta = ParamMeta.of(name, tensor)
+            yield Shard(meta, Block.whole(meta.shape), partial(self.take, name, tensor), gathers=True, why=why)
+        else:
+            yield from live_shards(name, tensor)
 
     def held(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self.sent().items() if not _made(tensor)}
+        sent = self.sent()
+        return {name: one.detach() for name, one in sent.items() if not _made(one) and not self.makes(name)}
 
 
-class MappingSource(_TensorsSource):
+def _taken(name: str, tensor: Tensor) -> Tensor:
+    if tensor.device.type == "meta":
+        raise ManifestError(
+            f"{name!r} is on the meta device, which holds no data",
+            hint="load the weights, or reload offloaded ones, before sending them",
+        )
+    return full(tensor)
+
+
+class MappingSource(LiveSource):
     """A (nested) `TensorDict` or mapping of tensors; nested keys join with ``.``; sorted, so that order is canonical.
 
     Args:
@@ -396,7 +384,10 @@ class MappingSource(_TensorsSource):
     """
 
     def __init__(self, weights: Mapping[Any, Any]) -> None:
-        self.tensors = partial(flatten, weights)
+        self._weights = weights
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return flatten(self._weights)
 
     def sent(self) -> dict[str, Tensor]:
         """Return tensors sorted by name, with ties resolved: a TensorDict of a module uses the module's names."""
@@ -410,8 +401,17 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     Raises:
         ManifestError: a leaf is not a tensor, is a flat piece of FSDP1's, or stacks tensors of different shapes.
     """
-    for key, value in _items(weights, prefix):
+    for key in weights.keys():  # noqa: SIM118 - iteration over a TensorDict is over its rows
         name = prefix + (key if type(key) is str else ".".join(key) if isinstance(key, tuple) else str(key))
+        try:
+            value = weights[key]
+        except RuntimeError as error:
+            raise ManifestError(
+                f"{name!r} is no tensor, but several in a lazy stack: {error}",
+                expected="tensors of one shape",
+                state="nothing was sent",
+                hint="send the TensorDicts of the stack under names of their own",
+            ) from error
         if isinstance(value, Tensor):
             if "_fsdp_wrapped_module" in name or name == "_flat_param" or name.endswith("._flat_param"):
                 raise ManifestError(
@@ -426,33 +426,15 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
             raise ManifestError(f"{name!r} is a {type(value).__name__}", expected="a tensor")
 
 
-def _items(weights: Mapping[Any, Any], prefix: str) -> Iterable[tuple[Any, Any]]:
-    try:
-        return [*weights.items()]
-    except RuntimeError as error:
-        for key in weights.keys():  # noqa: SIM118 - iteration over a TensorDict is over its rows
-            try:
-                weights.get(key)
-            except RuntimeError:
-                raise ManifestError(
-                    f"{prefix + str(key)!r} is no tensor, but several in a lazy stack: {error}",
-                    expected="tensors of one shape",
-                    state="nothing was sent",
-                    hint="send the TensorDicts of the stack under names of their own",
-                ) from error
-        raise
-
-
 def is_mapping(value: Any) -> bool:
     """Return whether ``value`` is a mapping or a TensorDict (asked without importing tensordict)."""
     if isinstance(value, Mapping):
         return True
-    bases = type(value).__mro__
-    ours = any(base.__module__.startswith("tensordict.") for base in bases) and not isinstance(value, nn.Module)
-    return ours and not any(base.__name__.startswith("NonTensor") for base in bases)
+    ours = any(base.__module__.startswith("tensordict.") for base in type(value).__mro__)
+    return ours and not isinstance(value, nn.Module)
 
 
-class ModuleSource(_TensorsSource):
+class ModuleSource(LiveSource):
     """Parameters, then persistent buffers, of a module, in registration order.
 
     DTensors (FSDP2, tensor parallel) are gathered one at a time. Names that `torch.compile` and activation
@@ -463,7 +445,10 @@ class ModuleSource(_TensorsSource):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self.tensors = module, partial(named_tensors, module)
+        self._module = module
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return named_tensors(self._module)
 
     def files(self) -> Mapping[str, bytes]:
         return model_files(self._module)

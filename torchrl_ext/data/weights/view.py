@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from operator import mul
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 __all__ = ["Block", "Step", "View", "Walk", "has_each_once", "merged", "overlap", "without"]
-
-_Index = TypeVar("_Index", int, np.ndarray, Tensor)
 
 
 class Block(NamedTuple):
@@ -95,11 +92,11 @@ class View(NamedTuple):
         """Return the view of this tensor, in its memory; ``tensor`` has the strides of the full tensor."""
         return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
-    def positions(self, index: _Index) -> _Index:
+    def positions(self, index: Tensor) -> Tensor:
         """Return where in the memory of the full tensor elements lie whose places in the view are ``index`` in C order.
 
         Args:
-            index: one, or an int64 array or tensor of any shape, which the result has too.
+            index: int64, of any shape, which the result has too.
         """
         found = index * 0 + self.offset
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
@@ -272,12 +269,10 @@ def has_each_once(tensor: Tensor) -> bool:
 def overlap(blocks: Iterable[Block]) -> tuple[Block, ...] | None:
     """Return two of the blocks, which are of one tensor, that share an element; None where no two do."""
     left = [block for block in blocks if block.numel]
-    if len(left) < 2:
-        return None
-    dims = range(len(left[0].start))
+    dims = range(len(left[0].start) if left else 0)
     dim = max(dims, key=lambda dim: len({block.start[dim] for block in left}), default=None)
-    if dim is None:
-        return left[0], left[1]  # of a tensor with one element
+    if dim is None:  # of a tensor with one element
+        return (left[0], left[1]) if len(left) > 1 else None
     reaching: list[Block] = []  # those that reach as far as the next one begins
     for block in sorted(left, key=lambda block: block.start[dim]):
         reaching = [other for other in reaching if other.stop[dim] > block.start[dim]]

@@ -1,4 +1,4 @@
-"""Connects a collector's workers to their trainer over TCP (`torchrl_ext.data.group.links`).
+"""Connects a collector's workers to their trainer over TCP (`torchrl_ext.data.group.store`).
 
 A worker dials and introduces itself; the trainer answers ``{"welcome": ...}`` or ``{"refused": why}``. From then on the
 trainer sends requests and the worker answers them.
@@ -18,7 +18,7 @@ from typing import Any
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, WeightSyncError
 from torchrl_ext.base.types import Info
-from torchrl_ext.data.group.links import LONGEST_BYTES, Link, close_in_children, serve
+from torchrl_ext.data.group.store import LONGEST_BYTES, Channel, close_in_children, serve
 
 __all__ = ["Hub", "dial"]
 
@@ -44,7 +44,7 @@ class Hub:
         self._model_id, self._workers, self._welcome = model_id, workers, welcome
         self._listener, self._lock = socket.create_server((host, 0), backlog=128), threading.Lock()
         self.address = (host, int(self._listener.getsockname()[1]), secrets.token_hex(16))
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, Channel] = {}
         close_in_children(self._listener)
         serve(self._listener, self.meet, f"torchrl-ext-hub-{model_id}")
 
@@ -84,7 +84,7 @@ class Hub:
 
     def meet(self, connection: socket.socket, address: Any) -> None:
         """Accept the worker that dialled from ``address``, or tell it why it is refused."""
-        link = Link(connection, f"{address[0]}:{address[1]}", longest_bytes=_HELLO_BYTES)
+        link = Channel(connection, f"{address[0]}:{address[1]}", longest_bytes=_HELLO_BYTES)
         try:
             refusal = self._refusal(link.read(Deadline(_HELLO_S)) or {}, link)
             if refusal is not None:
@@ -96,7 +96,7 @@ class Hub:
     def _missing(self) -> list[int]:
         return [idx for idx in range(self._workers) if idx not in self.links]
 
-    def _refusal(self, hello: Info, link: Link) -> str | None:
+    def _refusal(self, hello: Info, link: Channel) -> str | None:
         """Accept the worker and return None, or return why it is refused."""
         token = str(hello.get("token", "")).encode(errors="replace")  # compare_digest takes only ASCII text
         if not hmac.compare_digest(token, self.address[2].encode()):
@@ -117,7 +117,7 @@ class Hub:
         return None
 
 
-def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: float) -> tuple[Link, Info]:
+def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: float) -> tuple[Channel, Info]:
     """Connect a worker to the trainer's hub.
 
     Returns:
@@ -137,7 +137,7 @@ def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: f
             f"{who} cannot reach {trainer}: {error}",
             hint="the trainer must call init_on_sender before its workers start",
         ) from error
-    link, within = Link(connection, trainer), Deadline(timeout_s, trainer)
+    link, within = Channel(connection, trainer), Deadline(timeout_s, trainer)
     link.send({"token": token, "model_id": model_id, "worker": worker, "pid": os.getpid()}, within)
     answer = link.read(within)
     if answer is not None and "welcome" in answer:

@@ -21,7 +21,7 @@ from torchrl_ext.base.reports import Logs, SyncReport
 from torchrl_ext.base.types import Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.data.group.links import Link
+from torchrl_ext.data.group.store import Channel
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.rl.collectors.hub import Hub
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
@@ -75,7 +75,7 @@ class CollectorTransport:
     def __init__(self, scheme: Scheme, workers: int | None, devices: Any = None) -> None:
         self._scheme: Any = weakref.proxy(scheme)
         self._model_id, self._devices, self.workers = str(scheme.model_id), devices, workers or 0
-        self._engines: dict[Link | None, Engine] = {}
+        self._engines: dict[Channel | None, Engine] = {}
         self._sender: tuple[list[Engine], WeightSender] | None = None
         self._busy = threading.Lock()
         self._hub: Hub | None = None
@@ -161,7 +161,7 @@ class CollectorTransport:
 
     def _living(self, ids: Collection[int]) -> dict[int, Engine]:
         """Return the workers' engines by index; a replaced worker has a new link, and therefore a new engine."""
-        links: Mapping[int, Link | None] = {0: None} if self._hub is None else {**self._hub.links}
+        links: Mapping[int, Channel | None] = {0: None} if self._hub is None else {**self._hub.links}
         unknown = sorted({*ids} - links.keys())
         if unknown:
             raise ConfigError(

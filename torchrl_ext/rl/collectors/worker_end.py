@@ -1,4 +1,4 @@
-"""Drives a collector's worker as an engine: a `WeightReceiver` there answers the trainer's messages over a `Link`."""
+"""Drives a collector's worker as an engine: a `WeightReceiver` there answers the trainer's messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Finish, Leave, Message, Poll, read
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.port import EngineState, Port
-from torchrl_ext.data.group.links import Link
+from torchrl_ext.data.group.store import Channel
 from torchrl_ext.rl.collectors.hub import dial
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -48,7 +48,7 @@ class LinkPort(Port):
     kind: ClassVar[str] = "collector"
     pauses: ClassVar[bool] = False
 
-    def __init__(self, link: Link, *, timeout_s: float) -> None:
+    def __init__(self, link: Channel, *, timeout_s: float) -> None:
         self.link, self.url, self.timeout_s = link, link.peer, timeout_s
         self._numbers = itertools.count(1)
 

@@ -169,7 +169,7 @@ class InProcessEngine(Engine):
         self._object.check()
         good = self._held()
         try:
-            only = names if transports.load(self._transport).parts else None
+            only = names if transports.load(self._transport).abilities.parts else None
             report = self._sender.update_weights(source, only=only)
             self._object.check()
         except WeightSyncError as error:

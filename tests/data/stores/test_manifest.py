@@ -1,4 +1,4 @@
-"""Manifests of deltas: compact, readable as plain JSON too, and never trusted."""
+"""Manifests: compact, readable as plain JSON too, and never trusted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,21 @@ from tests.hostile import at_most_more_bytes, refused_or_right, worse_json
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.table import ParamTable
-from torchrl_ext.data.stores.delta_manifest import BLOCK, BLOCKS, DIGEST, END, DeltaManifest
-from torchrl_ext.data.stores.manifest import Manifest, Placed, read_manifest
+from torchrl_ext.data.stores.manifest import (
+    BLOCK,
+    BLOCKS,
+    DIGEST,
+    END,
+    DeltaManifest,
+    Manifest,
+    version_name,
+    version_number,
+)
 
 SHAPE = (1024, 256)
 
 
-def manifest(count=5, streams=None, share=4):
+def delta(count=5, streams=None, share=4):
     """A delta of ``count`` parameters; a block is a fifth of its stream, and the last one is missing."""
     metas = [
         ParamMeta(f"model.layers.{row // 7}.mlp.part_{row % 7}.weight", torch.bfloat16, SHAPE) for row in range(count)
@@ -37,7 +45,7 @@ def manifest(count=5, streams=None, share=4):
         for start in range(0, share * size, size):
             rows.append((number, 0, 0, start, size, 1 + start % size, at, 1000 + start % 7, start + 1))
             at += rows[-1][7]
-    return DeltaManifest(
+    found = DeltaManifest(
         version=7,
         base_version=6,
         run_id="a" * 32,
@@ -50,26 +58,33 @@ def manifest(count=5, streams=None, share=4):
         digests=chance.integers(0, 2**64, (count, 2), DIGEST),
         blocks=np.array(rows, BLOCK),
     )
+    return Manifest(version=7, run_id="a" * 32, params=tuple(metas), files=found.files, delta=found)
 
 
 def shared(count=5, ranks=4):
     """Each rank has every fourth tensor, in a stream of its own."""
-    return manifest(count, [list(range(count))[rank::ranks] for rank in range(ranks)])
+    return delta(count, [list(range(count))[rank::ranks] for rank in range(ranks)])
 
 
-def full(count=5):
-    metas = [ParamMeta(f"w{row}", torch.float32, (2, 3)) for row in range(count)]
-    placed = tuple(Placed(meta=meta, file="m.safetensors", checksum="0" * 32) for meta in metas)
-    return Manifest(version=7, run_id="r", params=placed, files={"m.safetensors": 24 * count})
+def full(count=5, **more):
+    """A full version of ``count`` parameters, and a delta as well where ``more`` has one."""
+    params = tuple(ParamMeta(f"w{row}", torch.float32, (2, 3)) for row in range(count))
+    own = {"version": 7, "run_id": "r", "params": params, "files": {"m.safetensors": 24 * count}, **more}
+    return Manifest(**own, full=tuple(("m.safetensors", f"{row:032x}") for row in range(count)))
 
 
-MADE = {"streams": manifest, "shared": shared, "full": full}
+def both(count=5):
+    of = delta(count)
+    files = {"m.safetensors": 9, **of.files}
+    return full(count, run_id=of.run_id, params=of.params, files=files, delta=of.delta)
+
+
+MADE = {"streams": delta, "shared": shared, "full": full, "both": both}
 MAKERS = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
 def unpacked(found):
-    data = found.to_bytes()
-    return zstandard.decompress(data) if data[:1] == b"(" else data
+    return zstandard.decompress(found.to_bytes())
 
 
 def document(found):
@@ -85,22 +100,25 @@ def signed(made):
     return body + END % xxh3_128_hexdigest(body).encode()
 
 
-def same(one, other):
-    return one == other or (isinstance(one, DeltaManifest) and one.to_bytes() == other.to_bytes())
+def read(data):
+    return Manifest.from_bytes(data, "here")
 
 
 @MAKERS
 def test_manifest_reads_back_from_its_bytes_and_plain_json(make):
     original = make()
     for data in (original.to_bytes(), unpacked(original), signed(document(original))):
-        assert same(read_manifest(data, "here"), original)
+        assert read(data).to_bytes() == original.to_bytes()
+    assert original.full_bytes + (sum(original.delta.files.values()) if original.delta else 0) == sum(
+        original.files.values()
+    )
 
 
 @MAKERS
 def test_what_is_no_manifest_is_always_our_own_error(make):
     made, chance = document(make()), random.Random(1)
     worse = (signed(worse_json(made, chance)) for _ in range(1500))
-    assert sum(refused_or_right(read_manifest, text, "here", right=sound) for text in worse) > 750
+    assert sum(refused_or_right(read, text, right=sound) for text in worse) > 750
 
 
 def sound(found):
@@ -127,37 +145,40 @@ def manifests(draw):
             rows.append((number, 0, 0, start, end - start, changed, draw(st.integers(0, 9)), 3, draw(words)))
     pairs = st.lists(st.tuples(words, words), min_size=len(metas), max_size=len(metas))
     digests, based = np.array(draw(pairs), DIGEST).reshape(-1, 2), draw(st.booleans())
-    return DeltaManifest(
-        version=draw(st.integers(1, 2**40)),
+    version, run, files = draw(st.integers(1, 2**40)), draw(st.text(max_size=5)), {"d.bin": 12}
+    part = DeltaManifest(
+        version=version,
         base_version=0,
-        run_id=draw(st.text(max_size=5)),
+        run_id=run,
         base_run_id="b",
         container=BLOCKS,
         codecs=({"name": "ulp"},),
-        files={"d.bin": 12},
+        files=files,
         table=table,
         changed=np.array(draw(st.lists(words, min_size=len(metas), max_size=len(metas))), DIGEST),
         digests=digests,
         base_digests=digests if based else np.empty((0, 2), DIGEST),
         blocks=np.array(rows, BLOCK),
     )
+    kept = draw(st.sampled_from([None, tuple(("m", "0" * 32) for _ in metas)]))
+    return Manifest(version=version, run_id=run, params=table.params, files={**files, "m": 8}, full=kept, delta=part)
 
 
 @given(manifests())
 def test_every_manifest_survives_its_bytes(original):
-    found = read_manifest(original.to_bytes(), "here")
-    assert found.to_bytes() == original.to_bytes()
-    assert found.table.lays_out_as(original.table)
+    found = read(original.to_bytes())
+    assert found.to_bytes() == original.to_bytes() and found.full == original.full
+    assert found.delta.table.lays_out_as(original.delta.table)
     for column in ("changed", "digests", "base_digests", "blocks"):
-        assert np.array_equal(getattr(found, column), getattr(original, column))
+        assert np.array_equal(getattr(found.delta, column), getattr(original.delta, column))
 
 
-@given(manifests(), st.data())
+@given(st.one_of(manifests(), st.just(full())), st.data())
 def test_a_byte_that_changed_is_noticed_or_changes_nothing(original, data):
-    bad = bytearray(data.draw(st.sampled_from([original.to_bytes(), unpacked(original), unpacked(full())])))
+    bad = bytearray(data.draw(st.sampled_from([original.to_bytes(), unpacked(original)])))
     at = data.draw(st.integers(0, len(bad) - 1))
     bad[at] ^= data.draw(st.integers(1, 255))
-    refused_or_right(read_manifest, bytes(bad), "here", right=lambda found: found.to_bytes() == original.to_bytes())
+    refused_or_right(read, bytes(bad), right=lambda found: found.to_bytes() == original.to_bytes())
 
 
 @pytest.mark.parametrize(
@@ -167,7 +188,7 @@ def test_a_byte_that_changed_is_noticed_or_changes_nothing(original, data):
 )
 def test_bytes_that_are_no_manifest_are_refused_by_name(content):
     with pytest.raises(IntegrityError, match="here is damaged"):
-        read_manifest(content, "here")
+        read(content)
 
 
 @pytest.mark.parametrize(
@@ -175,25 +196,45 @@ def test_bytes_that_are_no_manifest_are_refused_by_name(content):
     [
         ({"format": "torchrl_ext.other"}, "is format 'torchrl_ext.other'"),
         ({"format_number": 2}, "use the same torchrl_ext version"),
-        ({"base_version": 7}, "its base is version 7"),
-        ({"digests": ""}, "0 digests of 5 parameters"),
-        ({"codecs": [{}]}, "a codec has no name"),
-        ({"codecs": []}, "a block is of codec 0"),
-        ({"files": {}}, "a block is of file 0"),
+        ({"version": 6}, "its base is version 6"),
+        ({"files": {}}, "here is damaged"),
         ({"files": {"../d.bin": 9999}}, r"\.\./d\.bin"),
-        ({"files": {"d.bin": 900}}, "block 0 lies outside"),
-        ({"changed": ""}, "0 counts of 5 parameters"),
-        ({"digests": "AAAAAAAAAAA="}, "8 bytes of digests of 5 parameters"),
-        ({"blocks": "AAAA"}, "here is damaged"),
-        ({"streams": [["0"]]}, "here is damaged"),
-        ({"streams": [[0]]}, "0 streams have model.layers.0.mlp.part_1"),
-        ({"placed": {"nobody": "d.bin"}}, "'nobody'"),
+        ({"files": {"d.bin": 900, "m.safetensors": 9}}, "block 0 lies outside"),
         ({"params": [["a", "float32", [1]], ["a", "float32", [1]]]}, "listed twice"),
+        ({"params": [["a", "float32", [-1]]]}, "here is damaged"),
+        ({"params": [["a", "load", [1]]]}, "here is damaged"),
+        ({"full": []}, "it places 0 of 5 parameters"),
+        ({"full": [["../m.safetensors", "0" * 32]] * 5}, "a file that is not listed"),
+        ({"full": [["m.safetensors", "0"]] * 5}, "here is damaged"),
+        ({"full": None, "delta": None}, "neither a full version nor a delta"),
+        ({"delta.digests": ""}, "0 digests of 5 parameters"),
+        ({"delta.codecs": [{}]}, "a codec has no name"),
+        ({"delta.codecs": []}, "a block is of codec 0"),
+        ({"delta.files": []}, "a block is of file 0"),
+        ({"delta.files": ["other"]}, "here is damaged"),
+        ({"delta.changed": ""}, "0 counts of 5 parameters"),
+        ({"delta.digests": "AAAAAAAAAAA="}, "8 bytes of digests of 5 parameters"),
+        ({"delta.blocks": "AAAA"}, "here is damaged"),
+        ({"delta.streams": [["0"]]}, "here is damaged"),
+        ({"delta.streams": [[0]]}, "0 streams have model.layers.0.mlp.part_1"),
+        ({"delta.placed": {"nobody": "d.bin"}}, "'nobody'"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(change, said):
+    made = document(both())
+    for name, value in change.items():
+        part, _, field = name.rpartition(".")
+        (made[part] if part else made)[field] = value
     with pytest.raises(IntegrityError, match=said):
-        read_manifest(signed(document(manifest()) | change), "here")
+        read(signed(made))
+
+
+@given(st.integers(0, 10**9))
+def test_a_version_number_survives_its_name(number):
+    name = version_name(number)
+    assert version_number(name) == number
+    for other in (f"{name}.tmp", name.replace("_v", "_v0" if number < 10**6 else "_"), f"x{name}"):
+        assert version_number(other) is None
 
 
 COLUMNS = {"stream": [1], "file": [1], "codec": [1], "start": [0, 2**64 - 1], "size": [0, 2**64 - 1]}
@@ -202,10 +243,11 @@ COLUMNS |= {"changed": [0, 2**63], "offset": [2**64 - 1], "nbytes": [2**64 - 1]}
 
 @pytest.mark.parametrize(("column", "value"), [(column, value) for column in COLUMNS for value in COLUMNS[column]])
 def test_blocks_that_cannot_be_are_refused(column, value):
-    made, found = document(manifest()), manifest().blocks.copy()
+    made, found = document(delta()), delta().delta.blocks.copy()
     found[1][column] = value
+    made["delta"]["blocks"] = base64.b64encode(found.tobytes()).decode()
     with pytest.raises(IntegrityError, match="block"):
-        read_manifest(signed(made | {"blocks": base64.b64encode(found.tobytes()).decode()}), "here")
+        read(signed(made))
 
 
 @MAKERS
@@ -216,17 +258,17 @@ def test_cut_extended_or_unsigned_manifest_is_refused(make):
     again = cut[:-1] + END % (b"0" * 32)
     for other in (text[:-40], text + b" ", cut, again, text.replace(b'"content"', b'"Content"')):
         with pytest.raises(IntegrityError, match="here is damaged"):
-            read_manifest(other, "here")
+            read(other)
 
 
 class TestBombs:
     def test_frames_that_grow_without_bound_are_refused_unread(self):
-        honest = manifest().to_bytes()
+        honest = delta().to_bytes()
         huge = zstandard.ZstdCompressor().compress(b" " * (1 << 28) + b" ")
         streamed = zstandard.ZstdCompressor(write_content_size=False).compress(b" " * 100)
         for data in (huge, streamed, honest[:-9], honest + b"more", honest[:4]):
             with at_most_more_bytes(128 << 20), pytest.raises(IntegrityError, match="here is damaged"):
-                read_manifest(data, "here")
+                read(data)
 
     @pytest.mark.parametrize("unit", ["[]", "{}", "0", '""', "[[[[[[[[[[]]]]]]]]]]", '{"a":{"a":{"a":0}}}'])
     def test_a_small_file_takes_little_memory(self, unit):
@@ -234,15 +276,15 @@ class TestBombs:
         frame = zstandard.ZstdCompressor(level=19).compress(b'{"params": ' + text[: 1 << 27] + b"}")
         assert len(frame) < 100_000
         with at_most_more_bytes(256 << 20), pytest.raises(IntegrityError, match="here is damaged"):
-            read_manifest(frame, "here")
+            read(frame)
 
     def test_a_dense_file_takes_little_memory(self):
         for unit in (b"[],", b'"",'):
             with at_most_more_bytes(256 << 20), pytest.raises(IntegrityError, match="which no manifest has"):
-                read_manifest(b'{"params": [' + unit * 3_000_000 + b"0]}", "here")
+                read(b'{"params": [' + unit * 3_000_000 + b"0]}")
 
     def test_large_models_are_none(self):
-        for found in (manifest(30_000), shared(30_000, 8), full(30_000), full(0)):
-            assert same(read_manifest(found.to_bytes(), "here"), found)
-        alike = replace(manifest(20_000), digests=np.zeros((20_000, 2), DIGEST), changed=np.zeros(20_000, DIGEST))
-        assert same(read_manifest(alike.to_bytes(), "here"), alike)
+        alike, zeros = delta(20_000), {"digests": np.zeros((20_000, 2), DIGEST), "changed": np.zeros(20_000, DIGEST)}
+        alike = replace(alike, delta=replace(alike.delta, **zeros))
+        for found in (both(30_000), shared(30_000, 8), full(30_000), full(0), alike):
+            assert read(found.to_bytes()).to_bytes() == found.to_bytes()
