@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.sharded.plan import Blocks, TransferPlan, group_rank
+from torchrl_ext.data.sharded.plan import Blocks, MemberPlan, TransferPlan, group_rank
 from torchrl_ext.data.weights.blocks import Block
 
 Layout = list[list[list[Block]]]
@@ -55,8 +55,8 @@ def carry_out(plan: TransferPlan, held: Layout, needed: Layout, bucket_bytes: in
     Returns:
         The bytes of every round out of each rank and then into each leader, of shape (rounds, ranks + workers).
     """
-    ranks = [plan.member(group_rank(rank, len(needed))) for rank in range(len(held))]
-    workers = [plan.member(1 + worker) for worker in range(len(needed))]
+    ranks = [MemberPlan(plan, group_rank(rank, len(needed))) for rank in range(len(held))]
+    workers = [MemberPlan(plan, 1 + worker) for worker in range(len(needed))]
     rounds = len(plan.rounds)
     loads = np.zeros((rounds, len(held) + len(needed)), dtype=np.int64)
     got = [[np.zeros(meta.shape, dtype=np.int64) for meta in plan.params] for _ in needed]

@@ -1,8 +1,8 @@
 """`make_plan`: which trainer rank sends which blocks to which worker, in which round.
 
 A plan follows from what ranks hold and workers need, so every member makes it by itself and all make the same one. Rank
-0 leaves the `Shares` of all members in one note. Parameters of one shape that are held and needed alike form a class,
-which is planned once.
+0 leaves the `Shares` of all members in one note, once for each connection. Parameters of one shape that are held and
+needed alike form a class, which is planned once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import numpy as np
 import xxhash
 
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
-from torchrl_ext.base.types import Count, ParamMeta, Wire, described
+from torchrl_ext.base.types import Count, ParamMeta, Params, Wire, described
 from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.view import Block, overlap
 
 __all__ = [
+    "Agreement",
     "Blocks",
     "MemberPlan",
     "Shares",
@@ -119,33 +120,84 @@ def unpacked(text: Any, kind: type[_Struct], what: str) -> _Struct:
 
 
 class Shares(Wire, frozen=True, kw_only=True):
-    """What a plan is made of, besides the parameters: trainer rank 0 leaves it for all members.
+    """What plans of one connection are made of: trainer rank 0 leaves it for all members.
 
     Attributes:
+        params: of the model, in the order in which they are sent.
         held, needed: the `packed` share of each trainer rank, and of each worker.
         bucket_bytes: as for `make_plan`.
     """
 
+    params: Params
     held: tuple[str, ...]
     needed: tuple[str, ...]
     bucket_bytes: Count
 
-    @classmethod
-    def of(cls, held: Sequence[Blocks], needed: Sequence[Blocks], bucket_bytes: int) -> Shares:
-        """Return the shares of all members, to be sent."""
-        return cls(held=tuple(map(packed, held)), needed=tuple(map(packed, needed)), bucket_bytes=bucket_bytes)
 
-    def plan(self, params: Sequence[ParamMeta]) -> TransferPlan:
-        """Make the plan for parameters of which these are the shares.
+@final
+class Agreement:
+    """What all members of a connection hold and need, by which each of them plans every update for itself.
+
+    Args:
+        shares: of all members; not trusted.
+        member: this one's rank in the group.
+
+    Raises:
+        TransportError: a share cannot be read.
+        ManifestError: a share is of another number of parameters.
+    """
+
+    def __init__(self, shares: Shares, member: int) -> None:
+        self._params, self._bucket_bytes, self._member = shares.params, shares.bucket_bytes, member
+        self._held = [_share(text, "trainer rank", rank, shares.params) for rank, text in enumerate(shares.held)]
+        self._needed = [_share(text, "worker", worker, shares.params) for worker, text in enumerate(shares.needed)]
+        self._places = {meta: place for place, meta in enumerate(shares.params)}
+        self._last: MemberPlan | None = None
+
+    def holds(self, rank: int, params: Sequence[ParamMeta], share: Blocks) -> bool:
+        """Return whether this is a trainer rank's share of these parameters."""
+        return set(params) <= self._places.keys() and self._of(params, self._held[rank : rank + 1]) == [share]
+
+    def plan(self, params: Sequence[ParamMeta], digest: str | None = None) -> MemberPlan:
+        """Return this member's part of the plan for an update of some parameters, or of all; the last one is kept.
+
+        Args:
+            params: in the order of the model's.
+            digest: of the plan that rank 0 made of the same shares.
 
         Raises:
-            TransportError, ConfigError, ManifestError: a share cannot be read; and as `make_plan`.
+            ManifestError, ConfigError: as `make_plan`; or one is none of the model's parameters.
+            TransportError: rank 0 made another plan.
         """
-        held, needed = (
-            [unpacked(text, Blocks, f"{who} {number} sent a share") for number, text in enumerate(texts)]
-            for who, texts in (("trainer rank", self.held), ("worker", self.needed))
+        if self._last is None or self._last.params != tuple(params):
+            if absent := [meta for meta in params if meta not in self._places]:
+                raise ManifestError(f"trainer ranks and workers were connected without {absent[0]}")
+            held, needed = self._of(params, self._held), self._of(params, self._needed)
+            plan = make_plan(params, held, needed, bucket_bytes=self._bucket_bytes)
+            self._last = MemberPlan(plan, self._member)
+        if digest not in (None, self._last.plan.digest):  # gloo ends a process that gets a message of another size
+            raise TransportError(
+                f"rank 0 made another transfer plan than rank {self._member} of the same shares",
+                expected=f"plan {digest}, and found {self._last.plan.digest}",
+                state="nothing was moved",
+                hint="use one release of torchrl_ext on every rank and engine",
+            )
+        return self._last
+
+    def _of(self, params: Sequence[ParamMeta], shares: Sequence[Blocks]) -> Sequence[Blocks]:
+        if tuple(params) == self._params:
+            return shares
+        places = [self._places[meta] for meta in params]
+        return [Blocks.of_blocks(map(share.blocks, places)) for share in shares]
+
+
+def _share(text: str, who: str, number: int, params: Sequence[ParamMeta]) -> Blocks:
+    share = unpacked(text, Blocks, f"{who} {number} sent a share")
+    if len(share.indices) != len(params):
+        raise ManifestError(
+            f"{who} {number} has a share of {len(share.indices)} parameters", expected=f"{len(params)}"
         )
-        return make_plan(params, held, needed, bucket_bytes=self.bucket_bytes)
+    return share
 
 
 def group_rank(rank: int, workers: int) -> int:
@@ -199,10 +251,6 @@ class TransferPlan:
         """32 hex digits over all transfers and their rounds, by which one member sees that another plans the same."""
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((self.leaders, self.chunks, self.rounds)))
 
-    def member(self, member: int) -> MemberPlan:
-        """Return the part of the plan that the member of this rank in the group carries out."""
-        return MemberPlan(self, member)
-
 
 @final
 class MemberPlan:
@@ -213,14 +261,15 @@ class MemberPlan:
         member: this one's rank in the group.
 
     Attributes:
-        params: the parameters of the plan, in order.
+        plan: of all members.
+        params: in order.
         rounds: how many there are.
         source: of a worker that is served by another one: that worker's rank in the group.
         successor: of a worker that passes on its bytes: the rank in the group of the next one.
     """
 
     def __init__(self, plan: TransferPlan, member: int) -> None:
-        self.params, self.rounds, self._rounds = plan.params, len(plan.rounds), plan.rounds
+        self.plan, self.params, self.rounds = plan, plan.params, len(plan.rounds)
         self.source: int | None = None
         self.successor: int | None = None
         workers, served = len(plan.leaders), member
@@ -245,14 +294,14 @@ class MemberPlan:
             that another worker serves: what that one got from the trainer ranks.
         """
         found = defaultdict[int, list[Transfer]](list)
-        for param, chunk in self._rounds[round]:
+        for param, chunk in self.plan.rounds[round]:
             for peer, blocks in self._blocks.get(chunk, {}).items():
                 found[peer] += [Transfer(param, block) for block in blocks]
         yield from sorted(found.items())
 
     def span(self, round: int) -> tuple[int, int]:
         """Return the first parameter of a round, and the one behind its last; both are the same for all members."""
-        return self._rounds[round][0][0], self._rounds[round][-1][0] + 1
+        return self.plan.rounds[round][0][0], self.plan.rounds[round][-1][0] + 1
 
 
 def make_plan(
@@ -271,20 +320,14 @@ def make_plan(
 
     Raises:
         ConfigError: there is no rank or no worker, or a bucket does not hold one element.
-        ManifestError: a share is of another number of parameters, a block is no part of its parameter, a worker names
-            an element twice, or nobody holds some of the elements.
+        ManifestError: a block is no part of its parameter, a worker names an element twice, or nobody holds some of the
+            elements.
     """
     if not held or not needed:
         raise ConfigError("a plan needs trainer ranks and workers", expected="one of each, or more")
     largest = max((meta.dtype.itemsize for meta in params), default=1)
     if bucket_bytes < largest:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}", expected=f"{largest} or more, the size of one element")
-    for who, shares in (("trainer rank", held), ("worker", needed)):
-        for number, share in enumerate(shares):
-            if len(share.indices) != len(params):
-                raise ManifestError(
-                    f"{who} {number} has a share of {len(share.indices)} parameters", expected=f"{len(params)}"
-                )
     first_of: dict[Blocks, int] = {}
     leaders = tuple(first_of.setdefault(share, worker) for worker, share in enumerate(needed))
     needs = {worker: share for share, worker in first_of.items()}

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, ClassVar, final
 
+import msgspec
 import torch
+import xxhash
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import ConfigError, TransportError
-from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.base.errors import (
+    ConfigError,
+    ManifestError,
+    StaleBaseError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
+from torchrl_ext.base.types import Info, ParamMeta, dtype_name
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
-from torchrl_ext.data.group.group import GroupOffer, Member
+from torchrl_ext.data.group.group import Group, GroupOffer, Member, ranks_text
 from torchrl_ext.data.group.ranks import Steps
-from torchrl_ext.data.sharded.trainer import ShardedTrainer
-from torchrl_ext.data.sharded.worker import ShardedWorker
-from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, Update, Worker
+from torchrl_ext.data.sharded.plan import Agreement, Blocks, MemberPlan, Shares, group_rank, packed
+from torchrl_ext.data.sharded.rounds import RoundSender
+from torchrl_ext.data.sharded.worker import Needs, ShardedLoad, ShardedWorker, read_agreement
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
+from torchrl_ext.data.transports.buckets import BufferPool
 from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
@@ -86,10 +99,10 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        member = Member(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
-        self._workers, self._number = workers, worker
-        self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)
-        self._worker = ShardedWorker(member)
+        self._member = Member(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
+        self._workers, self._number, self._bucket_bytes = workers, worker, bucket_bytes
+        self._worker, self._pool = ShardedWorker(self._member), BufferPool(chosen)
+        self._sending: _Sending | None = None
 
     # forming the group
 
@@ -113,7 +126,7 @@ class ShardedTransport(StandaloneTransport):
                 self._open(self._standalone_workers(), params, private=False).transfer(within)
         else:
             forever = Deadline(float("inf"), stop=within.stop)
-            self.ranks.following(lambda: self._trainer.steps(None), forever)
+            self.ranks.following(lambda: {"enter": self._enter}, forever)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
@@ -127,8 +140,39 @@ class ShardedTransport(StandaloneTransport):
         return self._open(workers or self._standalone_workers(), params, private=workers > 0)
 
     def _open(self, workers: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
-        offer = self._trainer.member.open(workers + self.ranks.size, private=private)
-        return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(offer, workers, params, within))
+        offer = self._member.open(workers + self.ranks.size, private=private)
+        return Handoff(info=offer.to_json(), transfer=lambda within: self._host(offer, workers, params, within))
+
+    def _host(self, offer: GroupOffer, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+        """Form the group with the other ranks and the workers that were offered it, and read what each worker needs.
+
+        Raises:
+            DeadlineError, ConfigError, TransportError: as `Member.host`.
+            TransportError, ConfigError: the needs of a worker are missing or malformed.
+        """
+        session = self.ranks.session
+        session.order("enter", offer=offer.to_json(), workers=workers)
+        group = self._member.host(offer.members, params, within)
+        session.answers()
+        group.workers = range(1, 1 + workers)  # other trainer ranks come behind
+        notes = group.store.collect("needs/", group.workers, within.again())
+        if silent := [rank for rank in group.workers if rank not in notes]:
+            raise TransportError(
+                f"{group.call(silent)} did not report the slices that it needs", state="nothing was sent"
+            )
+        group.store.drop("needs/")
+        needs = [Needs.from_json(note, f"the needs of {group.call([rank])}") for rank, note in notes.items()]
+        self._sending = _Sending(group, 0, self._pool, params, needs)
+
+    def _enter(self, order: Info) -> None:
+        """Join the group of rank 0's offer, on another rank of the trainer."""
+        before, offer = self._member, GroupOffer.from_json(order["offer"], "an order of trainer rank 0")
+        before.close()
+        how: dict[str, Any] = {"device": before.device, "backend": before.backend, "timeout_s": before.timeout_s}
+        self._member = Member(offer.master_address, offer.master_port, offer.secret, **how)
+        rank, within = self.ranks.rank, Deadline(before.timeout_s)
+        group = self._member.enter(group_rank(rank, order["workers"]), offer.members, (), within)
+        self._sending = _Sending(group, rank, self._pool)
 
     def _standalone_workers(self) -> int:
         if self._workers is None:
@@ -152,11 +196,86 @@ class ShardedTransport(StandaloneTransport):
     # an update
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
+        """See `Transport.prepare`.
+
+        Raises:
+            ManifestError: ranks disagree on parameters, or nobody holds an element; named.
+            StaleBaseError: a rank holds something else than when the connection was made, which has ended.
+        """
         self._require_driver("send_weights")
-        return self._trainer.prepare(update, within)
+        sending, session = self._connected_at(within), self.ranks.session
+        plan = self._planned(sending, update.source).plan
+        sending.handoffs += 1
+        load = ShardedLoad(handoff=sending.handoffs, plan=plan.digest)
+        stats, group = TransferStats(bytes=0), sending.group  # until something is sent
+        stats.whole = {name: reason for needs in sending.needs for name, reason in needs.whole.items()}
+        stats.whole |= {shard.meta.name: shard.why for shard in sending.shards if shard.gathers}
+
+        def transfer(within: Deadline) -> None:
+            group.stop = within.stop
+            try:
+                with stats.spans.of("transfer"):
+                    session.order("send")
+                    sent = [sending.send()]
+                    received = group.await_workers(load.handoff)
+                    sent += [answer["sent"] for answer in session.answers()]
+            except WeightSyncError as error:
+                raise group.sending_failed(load.handoff, update.version, error) from error
+            except BaseException as error:
+                group.sever(why(error))
+                raise
+            stats.bytes, stats.worker_bytes, stats.rank_bytes = plan.nbytes, tuple(received.values()), tuple(sent)
+
+        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
+
+    def _planned(self, sending: _Sending, source: WeightSource) -> MemberPlan:
+        """Return rank 0's part of the plan, once every rank holds what the plan is made of."""
+        session, params = self.ranks.session, source.params()
+        answers = [sending.hold(source, _digest(params)), *session.ask("hold", params=_digest(params))]
+        for rank, answer in enumerate(answers):
+            if "params" in answer:
+                raise _first_difference(rank, params, answer["params"])
+        whole = packed(Blocks.of_blocks([Block.whole(meta.shape)] for meta in params))
+        first, sliced = sending.agreement is None, any(needs.share for needs in sending.needs)
+        moved = [rank for rank, answer in enumerate(answers) if not answer.get("same", first)]
+        if moved or (first and sliced and params != sending.params):
+            who = f"trainer {ranks_text(moved)}" if moved else "an update"
+            self._member.close("trainer ranks hold other blocks than before")
+            raise StaleBaseError(
+                f"{who} has other blocks or parameters than the connection was made for",
+                expected="the same ones until engines connect again",
+                state="nothing was sent, and the connection was closed",
+                hint="connect again (init_all_workers_group on every rank); a WeightSender does so in the same update",
+            )
+        if sending.agreement is None:
+            shares = Shares(
+                params=params,
+                held=tuple(answer["share"] for answer in answers),
+                needed=tuple(needs.share or whole for needs in sending.needs),
+                bucket_bytes=self._bucket_bytes,
+            )
+            agreement = Agreement(shares, 0)
+            plan = agreement.plan(params)
+            sending.group.store.set("shares", shares.to_json())
+            session.ask("agree", plan=plan.plan.digest)
+            sending.agreement = agreement
+        return sending.agreement.plan(params)
 
     def rank_steps(self, source: WeightSource) -> Steps:
-        return self._trainer.steps(source)
+        def own() -> _Sending:
+            return self._connected_at(Deadline(self.timeout_s))
+
+        return {
+            "enter": self._enter,
+            "hold": lambda order: own().hold(source, order["params"]),
+            "agree": lambda order: own().agree(order["plan"]),
+            "send": lambda order: {"sent": own().send()},
+        }
+
+    def _connected_at(self, within: Deadline) -> _Sending:
+        self._member.group(within)  # or the reason for which there is none
+        assert self._sending is not None
+        return self._sending
 
     def attend(self, within: Deadline) -> ShardedWorker:
         if self._number is None:
@@ -165,13 +284,13 @@ class ShardedTransport(StandaloneTransport):
         return self._worker
 
     def announce(self, arrival: Arrival, within: Deadline) -> None:
-        self._trainer.member.group(within).announce(arrival)
+        self._member.group(within).announce(arrival)
 
     def check_connection(self) -> bool:
-        return self._trainer.member.connected
+        return self._member.connected
 
     def close(self) -> None:
-        self._trainer.member.close()
+        self._member.close()
 
     def _require_driver(self, what: str) -> None:
         if self._number is not None:
@@ -182,3 +301,83 @@ class ShardedTransport(StandaloneTransport):
                 expected="trainer rank 0; the others call update_weights or send_weights, and follow",
                 state="nothing was sent",
             )
+
+
+@final
+class _Sending:
+    """One trainer rank in one connection.
+
+    Args:
+        group: of this connection.
+        rank: in the trainer.
+        pool: of memory for messages.
+        params, needs: on rank 0, for which workers joined, and what each of them needs.
+
+    Attributes:
+        agreement: of all members, from the first update on.
+        shards: what this rank holds, from `hold` to `send`.
+        handoffs: how many there were.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        pool: BufferPool,
+        params: tuple[ParamMeta, ...] = (),
+        needs: Sequence[Needs] = (),
+    ) -> None:
+        self.group, self.params, self.needs, self.handoffs = group, params, needs, 0
+        self.agreement: Agreement | None = None
+        self.shards: Sequence[Shard] = ()
+        self._rank, self._pool = rank, pool
+        self._sent: tuple[ParamMeta, ...] = ()
+
+    def hold(self, source: WeightSource, params: str) -> Info:
+        """Take what this rank holds for an update.
+
+        Args:
+            source: of the update.
+            params: digest of rank 0's parameters.
+
+        Returns:
+            The parameters of this rank if they are others; else its share in the first update of a connection, and
+            whether it is the ``same`` in a later one.
+        """
+        self._sent, self.shards = source.params(), list(source.shards())
+        held = checked_shards(self.shards, self._sent)
+        share = Blocks.of_blocks([shard.block for shard in own] for _, own in held)
+        if _digest(self._sent) != params:
+            return {"params": [meta.to_json() for meta in self._sent]}
+        if self.agreement is None:
+            return {"share": packed(share)}
+        return {"same": self.agreement.holds(self._rank, self._sent, share)}
+
+    def agree(self, digest: str) -> None:
+        """Read what all members hold and need, and make the plan, on a rank other than 0."""
+        agreement = read_agreement(self.group)
+        agreement.plan(self._sent, digest)
+        self.agreement = agreement
+
+    def send(self) -> int:
+        """Send this rank's part of the update; errors as `RoundSender.send`, and the same result."""
+        assert self.agreement is not None  # rank 0 orders "hold" and "agree" first
+        shards, self.shards = self.shards, ()
+        return RoundSender(self.agreement.plan(self._sent), shards, self.group, self._pool).send()
+
+
+def _digest(params: Sequence[ParamMeta]) -> str:
+    """Return 32 hex digits over parameters, by which a rank sees that it has the same as rank 0."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(params, enc_hook=dtype_name))
+
+
+def _first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -> ManifestError:
+    """Return the error that names the first parameter on which a trainer rank and rank 0 disagree."""
+    pairs = zip_longest(own, map(ParamMeta.from_json, rows))
+    place, (mine, other) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return ManifestError(
+        f"trainer rank {rank} has {other or 'nothing'} as parameter {place}, and rank 0 has {mine or 'nothing'}",
+        expected="the same parameters, in the same order, on every trainer rank",
+        state="nothing was sent; engines still serve their previous weights",
+        hint="give every rank the same model, and WeightSender the same mapper and dtype",
+    )
