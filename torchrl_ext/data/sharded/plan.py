@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
-from torchrl_ext.base.types import Count, ParamMeta, Params, Wire, described
+from torchrl_ext.base.types import Count, ParamMeta, Params, Wire, described, dtype_name
 from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.view import Block, overlap
 
@@ -194,9 +194,7 @@ class Agreement:
 def _share(text: str, who: str, number: int, params: Sequence[ParamMeta]) -> Blocks:
     share = unpacked(text, Blocks, f"{who} {number} sent a share")
     if len(share.indices) != len(params):
-        raise ManifestError(
-            f"{who} {number} has a share of {len(share.indices)} parameters", expected=f"{len(params)}"
-        )
+        raise ManifestError(f"{who} {number} has a share of {len(share.indices)} parameters", expected=f"{len(params)}")
     return share
 
 
@@ -248,8 +246,9 @@ class TransferPlan:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over all transfers and their rounds, by which one member sees that another plans the same."""
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((self.leaders, self.chunks, self.rounds)))
+        """32 hex digits over parameters, transfers and rounds, by which a member sees that another plans the same."""
+        whole = (self.params, self.leaders, self.chunks, self.rounds)
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(whole, enc_hook=dtype_name))
 
 
 @final

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, ClassVar, final
 
-import msgspec
 import torch
-import xxhash
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
@@ -19,11 +17,11 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
     why,
 )
-from torchrl_ext.base.types import Info, ParamMeta, dtype_name
+from torchrl_ext.base.types import Info, ParamMeta, Params
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.group import Group, GroupOffer, Member, ranks_text
 from torchrl_ext.data.group.ranks import Steps
-from torchrl_ext.data.sharded.plan import Agreement, Blocks, MemberPlan, Shares, group_rank, packed
+from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares, TransferPlan, group_rank, packed
 from torchrl_ext.data.sharded.rounds import RoundSender
 from torchrl_ext.data.sharded.worker import Needs, ShardedLoad, ShardedWorker, read_agreement
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
@@ -99,7 +97,9 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        self._member = Member(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
+        self._member = Member(
+            master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s
+        )
         self._workers, self._number, self._bucket_bytes = workers, worker, bucket_bytes
         self._worker, self._pool = ShardedWorker(self._member), BufferPool(chosen)
         self._sending: _Sending | None = None
@@ -128,7 +128,7 @@ class ShardedTransport(StandaloneTransport):
             forever = Deadline(float("inf"), stop=within.stop)
             self.ranks.following(lambda: {"enter": self._enter}, forever)
 
-    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
+    def open(self, workers: int, params: Params, within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
 
         Raises:
@@ -139,11 +139,11 @@ class ShardedTransport(StandaloneTransport):
             return Handoff()
         return self._open(workers or self._standalone_workers(), params, private=workers > 0)
 
-    def _open(self, workers: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
+    def _open(self, workers: int, params: Params, *, private: bool) -> Handoff:
         offer = self._member.open(workers + self.ranks.size, private=private)
         return Handoff(info=offer.to_json(), transfer=lambda within: self._host(offer, workers, params, within))
 
-    def _host(self, offer: GroupOffer, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+    def _host(self, offer: GroupOffer, workers: int, params: Params, within: Deadline) -> None:
         """Form the group with the other ranks and the workers that were offered it, and read what each worker needs.
 
         Raises:
@@ -196,15 +196,19 @@ class ShardedTransport(StandaloneTransport):
     # an update
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
-        """See `Transport.prepare`.
+        """See `Transport.prepare`; a failure closes the connection.
 
         Raises:
             ManifestError: ranks disagree on parameters, or nobody holds an element; named.
-            StaleBaseError: a rank holds something else than when the connection was made, which has ended.
+            StaleBaseError: a rank holds something else than what the connection was made for.
         """
         self._require_driver("send_weights")
         sending, session = self._connected_at(within), self.ranks.session
-        plan = self._planned(sending, update.source).plan
+        try:
+            plan = self._planned(sending, update)
+        except BaseException as error:
+            self._member.close(why(error))
+            raise
         sending.handoffs += 1
         load = ShardedLoad(handoff=sending.handoffs, plan=plan.digest)
         stats, group = TransferStats(bytes=0), sending.group  # until something is sent
@@ -228,38 +232,34 @@ class ShardedTransport(StandaloneTransport):
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
-    def _planned(self, sending: _Sending, source: WeightSource) -> MemberPlan:
-        """Return rank 0's part of the plan, once every rank holds what the plan is made of."""
-        session, params = self.ranks.session, source.params()
-        answers = [sending.hold(source, _digest(params)), *session.ask("hold", params=_digest(params))]
-        for rank, answer in enumerate(answers):
-            if "params" in answer:
-                raise _first_difference(rank, params, answer["params"])
-        whole = packed(Blocks.of_blocks([Block.whole(meta.shape)] for meta in params))
-        first, sliced = sending.agreement is None, any(needs.share for needs in sending.needs)
-        moved = [rank for rank, answer in enumerate(answers) if not answer.get("same", first)]
-        if moved or (first and sliced and params != sending.params):
-            who = f"trainer {ranks_text(moved)}" if moved else "an update"
-            self._member.close("trainer ranks hold other blocks than before")
+    def _planned(self, sending: _Sending, update: Update) -> TransferPlan:
+        """Return the plan of an update, which every rank then has, too."""
+        session, params = self.ranks.session, update.params
+        held = [sending.hold(update.source), *session.ask("hold")]
+        moved = [rank for rank, one in enumerate(held) if one.get("plan", "") is None]
+        if moved or any(one.get("plan") != held[0].get("plan") for one in held):
             raise StaleBaseError(
-                f"{who} has other blocks or parameters than the connection was made for",
-                expected="the same ones until engines connect again",
+                f"trainer {ranks_text(moved or range(len(held)))} send other parameters or blocks than before",
+                expected="the ones for which the connection was made, the same parameters on every rank",
                 state="nothing was sent, and the connection was closed",
                 hint="connect again (init_all_workers_group on every rank); a WeightSender does so in the same update",
             )
         if sending.agreement is None:
+            for rank, one in enumerate(held):
+                if one["params"] != held[0]["params"]:
+                    raise _first_difference(rank, held[0]["params"], one["params"])
+            whole = packed(Blocks.of_blocks([Block.whole(meta.shape)] for meta in params))
             shares = Shares(
                 params=params,
-                held=tuple(answer["share"] for answer in answers),
+                held=tuple(one["share"] for one in held),
                 needed=tuple(needs.share or whole for needs in sending.needs),
                 bucket_bytes=self._bucket_bytes,
             )
-            agreement = Agreement(shares, 0)
-            plan = agreement.plan(params)
+            sending.agreement = Agreement(shares, 0)
+            plan = sending.agreement.plan(params).plan  # names what nobody holds
             sending.group.store.set("shares", shares.to_json())
-            session.ask("agree", plan=plan.plan.digest)
-            sending.agreement = agreement
-        return sending.agreement.plan(params)
+            session.ask("agree", plan=plan.digest)
+        return sending.agreement.plan(params).plan
 
     def rank_steps(self, source: WeightSource) -> Steps:
         def own() -> _Sending:
@@ -267,7 +267,7 @@ class ShardedTransport(StandaloneTransport):
 
         return {
             "enter": self._enter,
-            "hold": lambda order: own().hold(source, order["params"]),
+            "hold": lambda order: own().hold(source),
             "agree": lambda order: own().agree(order["plan"]),
             "send": lambda order: {"sent": own().send()},
         }
@@ -311,7 +311,7 @@ class _Sending:
         group: of this connection.
         rank: in the trainer.
         pool: of memory for messages.
-        params, needs: on rank 0, for which workers joined, and what each of them needs.
+        joined, needs: on rank 0, the parameters for which workers joined, and what each of them needs.
 
     Attributes:
         agreement: of all members, from the first update on.
@@ -320,63 +320,48 @@ class _Sending:
     """
 
     def __init__(
-        self,
-        group: Group,
-        rank: int,
-        pool: BufferPool,
-        params: tuple[ParamMeta, ...] = (),
-        needs: Sequence[Needs] = (),
+        self, group: Group, rank: int, pool: BufferPool, joined: Params = (), needs: Sequence[Needs] = ()
     ) -> None:
-        self.group, self.params, self.needs, self.handoffs = group, params, needs, 0
+        self.group, self.needs, self.handoffs = group, needs, 0
         self.agreement: Agreement | None = None
         self.shards: Sequence[Shard] = ()
-        self._rank, self._pool = rank, pool
-        self._sent: tuple[ParamMeta, ...] = ()
+        self._rank, self._pool, self._params = rank, pool, joined
 
-    def hold(self, source: WeightSource, params: str) -> Info:
+    def hold(self, source: WeightSource) -> Info:
         """Take what this rank holds for an update.
 
-        Args:
-            source: of the update.
-            params: digest of rank 0's parameters.
-
         Returns:
-            The parameters of this rank if they are others; else its share in the first update of a connection, and
-            whether it is the ``same`` in a later one.
+            In the first update of a connection ``params`` and ``share``; in a later one the digest of the ``plan``,
+            None where this rank has declared something else, or workers have joined for something else.
         """
-        self._sent, self.shards = source.params(), list(source.shards())
-        held = checked_shards(self.shards, self._sent)
+        joined, self._params, self.shards = self._params, source.params(), list(source.shards())
+        held = checked_shards(self.shards, self._params)
         share = Blocks.of_blocks([shard.block for shard in own] for _, own in held)
-        if _digest(self._sent) != params:
-            return {"params": [meta.to_json() for meta in self._sent]}
-        if self.agreement is None:
-            return {"share": packed(share)}
-        return {"same": self.agreement.holds(self._rank, self._sent, share)}
+        if self.agreement is not None:
+            same = self.agreement.holds(self._rank, self._params, share)
+            return {"plan": self.agreement.plan(self._params).plan.digest if same else None}
+        if joined != self._params and any(needs.share for needs in self.needs):
+            return {"plan": None}
+        return {"params": [meta.to_json() for meta in self._params], "share": packed(share)}
 
     def agree(self, digest: str) -> None:
         """Read what all members hold and need, and make the plan, on a rank other than 0."""
-        agreement = read_agreement(self.group)
-        agreement.plan(self._sent, digest)
-        self.agreement = agreement
+        self.agreement = read_agreement(self.group)
+        self.agreement.plan(self._params, digest)
 
     def send(self) -> int:
         """Send this rank's part of the update; errors as `RoundSender.send`, and the same result."""
         assert self.agreement is not None  # rank 0 orders "hold" and "agree" first
         shards, self.shards = self.shards, ()
-        return RoundSender(self.agreement.plan(self._sent), shards, self.group, self._pool).send()
+        return RoundSender(self.agreement.plan(self._params), shards, self.group, self._pool).send()
 
 
-def _digest(params: Sequence[ParamMeta]) -> str:
-    """Return 32 hex digits over parameters, by which a rank sees that it has the same as rank 0."""
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(params, enc_hook=dtype_name))
-
-
-def _first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -> ManifestError:
+def _first_difference(rank: int, own: Sequence[Any], rows: Sequence[Any]) -> ManifestError:
     """Return the error that names the first parameter on which a trainer rank and rank 0 disagree."""
-    pairs = zip_longest(own, map(ParamMeta.from_json, rows))
-    place, (mine, other) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    place, pair = next((place, pair) for place, pair in enumerate(zip_longest(own, rows)) if pair[0] != pair[1])
+    mine, other = ("nothing" if row is None else ParamMeta.from_json(row) for row in pair)
     return ManifestError(
-        f"trainer rank {rank} has {other or 'nothing'} as parameter {place}, and rank 0 has {mine or 'nothing'}",
+        f"trainer rank {rank} has {other} as parameter {place}, and rank 0 has {mine}",
         expected="the same parameters, in the same order, on every trainer rank",
         state="nothing was sent; engines still serve their previous weights",
         hint="give every rank the same model, and WeightSender the same mapper and dtype",
