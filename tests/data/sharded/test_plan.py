@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tests.data.sharded.plans import Layout, carry_out, random_case, shares, stretch
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.sharded.plan import Blocks, Shares, TransferPlan, make_plan, packed, unpacked
-from torchrl_ext.data.sharded.worker import Needs
+from torchrl_ext.data.sharded.plan import Agreement, Blocks, MemberPlan, Shares, TransferPlan, make_plan
 from torchrl_ext.data.weights.blocks import Block
 
 MODEL = [
@@ -49,10 +48,35 @@ def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MO
 def test_plan_delivers_each_needed_element_once_within_bounds(rng):
     """Each worker gets each element that it needs exactly once, within the bounds of the buckets."""
     params, held, needed, bucket_bytes = random_case(rng)
-    plan = plan_of(held, needed, bucket_bytes, params)
-    carry_out(plan, held, needed, bucket_bytes)
-    note = json.dumps(Shares.of(shares(held), shares(needed), bucket_bytes).to_json())
-    assert Shares.from_json(json.loads(note)).plan(params).digest == plan.digest
+    carry_out(plan_of(held, needed, bucket_bytes, params), held, needed, bucket_bytes)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False))
+def test_a_part_is_planned_by_what_members_said_of_the_model(rng):
+    """Members plan any part of a model as if they had shares of that part only, and know their own."""
+    params, *layouts, bucket_bytes = random_case(rng)
+    note = json.dumps(agreed(params, *map(shares, layouts), bucket_bytes).to_json())
+    agreement = Agreement(Shares.from_json(json.loads(note)), 1)
+    for part in ([at for at in range(len(params)) if rng.random() < share] for share in (1, 0.6, 0.3)):
+        own = [params[at] for at in part]
+        held, needed = ([[member[at] for at in part] for member in layout] for layout in layouts)
+        plan = plan_of(held, needed, bucket_bytes, own)
+        assert agreement.plan(own, plan.digest).plan.digest == plan.digest
+        rank = rng.randrange(len(held))
+        for other, share in enumerate(shares(held)):
+            assert agreement.holds(rank, own, share) == (share == shares(held)[rank]), other
+        absent = [*own, ParamMeta("absent", torch.float32, ())]
+        assert not agreement.holds(rank, absent, shares(held)[rank])
+        with pytest.raises(ManifestError, match="absent"):
+            agreement.plan(absent)
+    with pytest.raises(TransportError, match="rank 0 made another transfer plan than rank 1"):
+        agreement.plan(params, "another")
+
+
+def agreed(params, held, needed, bucket_bytes) -> Shares:
+    texts = [tuple(share.to_text() for share in members) for members in (held, needed)]
+    return Shares(params=tuple(params), held=texts[0], needed=texts[1], bucket_bytes=bucket_bytes)
 
 
 def test_plans_that_differ_have_other_digests():
@@ -72,15 +96,13 @@ def test_a_large_group_is_planned_in_seconds():
         for parts, axis in ((64, lambda meta: 0), (256, lambda meta: len(meta.shape) - 1))
     )
     began = time.process_time()
-    plan = Shares.of(held, needed, 8 << 20).plan(params)
-    assert plan.member(1).rounds and time.process_time() - began < 5
+    plan = Agreement(agreed(params, held, needed, 8 << 20), 1).plan(params)
+    assert plan.rounds and time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("held", [FSDP_4, HSDP_2X2, REPLICATED_4], ids=["FSDP 4", "HSDP 2x2", "replicated 4"])
-@pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 18, 1 << 30])
-def test_plan_has_every_rank_send_owned_or_replicated_elements(held, bucket_bytes):
-    """Every rank sends elements that it holds; ranks that hold the same elements take turns."""
-    loads = carry_out(plan_of(held, TP_2, bucket_bytes), held, TP_2, bucket_bytes)
+def test_ranks_that_hold_the_same_take_turns(held):
+    loads = carry_out(plan_of(held, TP_2, 1 << 18), held, TP_2, 1 << 18)
     assert loads[:, :4].sum(axis=0).all()
 
 
@@ -98,18 +120,10 @@ def test_equal_workers_form_a_chain_fed_by_one_send():
     """Workers with equal needs form a chain, for which the trainer sends each element once."""
     alone, four = plan_of(FSDP_4, TP_2), plan_of(FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2])
     assert alone.nbytes == four.nbytes
-    workers = [four.member(1 + worker) for worker in range(8)]
+    workers = [MemberPlan(four, 1 + worker) for worker in range(8)]
     assert [one.successor for one in workers] == [3, 4, 5, 6, 7, 8, None, None]
     assert [one.source for one in workers] == [None, None, 1, 2, 3, 4, 5, 6]
     carry_out(four, FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2], 1 << 20)
-
-
-def test_elements_held_by_nobody_are_named_even_if_not_needed():
-    """A plan names elements that no rank holds, even where no worker needs them."""
-    held = [[list(blocks) for blocks in member] for member in FSDP_4]
-    held[2][6] = [Block((256, 0), (384, 100))]
-    with pytest.raises(ManifestError, match=r"holds elements \[256:384, 100:256\] of layers\.1\.q bfloat16"):
-        plan_of(held, [[[] for _ in MODEL]])
 
 
 def test_what_is_no_part_of_a_parameter_is_refused_by_name():
@@ -121,9 +135,7 @@ def test_what_is_no_part_of_a_parameter_is_refused_by_name():
     with pytest.raises(ManifestError, match=r"worker 1 asks for elements of layers\.1\.q bfloat16\[512, 256\] twice"):
         plan_of(FSDP_4, needed)
     with pytest.raises(ManifestError, match="trainer rank 3 has a share of 34 parameters"):
-        plan_of([*FSDP_4[:3], FSDP_4[3][:-1]], TP_2)
-    with pytest.raises(ManifestError, match="worker 1 has a share of 34 parameters"):
-        plan_of(FSDP_4, [TP_2[0], TP_2[1][:-1]])
+        Agreement(agreed(MODEL, shares([*FSDP_4[:3], FSDP_4[3][:-1]]), shares(TP_2), 1 << 20), 0)
     with pytest.raises(ConfigError, match="bucket_bytes is 1"):
         plan_of(FSDP_4, TP_2, 1)
     with pytest.raises(ConfigError, match="needs trainer ranks and workers"):
@@ -143,7 +155,7 @@ def text_of(data):
 )
 def test_a_malformed_share_is_refused_in_the_name_of_its_sender(text):
     with pytest.raises(TransportError, match="trainer rank 3 sent a share that cannot be read"):
-        unpacked(text, Blocks, "trainer rank 3 sent a share")
+        Blocks.of_text(text, "trainer rank 3", 2)
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3) | st.binary(max_size=9)
@@ -167,18 +179,8 @@ def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
     whole = Blocks.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
     try:
         text = text_of(msgspec.msgpack.encode(damaged(deepcopy(GOOD), data)))
-        share = unpacked(text, Blocks, "worker 0 sent needs")
+        share = Blocks.of_text(text, "worker 0", 2)
         plan = make_plan(TWO, [whole], [share], bucket_bytes=1 << 10)
     except (ManifestError, TransportError):
         return
     carry_out(plan, [[whole.blocks(at) for at in range(2)]], [[share.blocks(at) for at in range(2)]], 1 << 10)
-
-
-def test_a_parameter_for_which_a_worker_did_not_join_is_named():
-    one, other = TWO
-    needs = Needs(Blocks.of_blocks([[Block((0, 0), (2, 4))]]), {"a": "why"})
-    assert unpacked(packed(needs), Needs, "worker 1 sent needs") == needs
-    assert needs.of([one], [one]).blocks(0) == (Block((0, 0), (2, 4)),)
-    with pytest.raises(ManifestError, match=r"joined without b float32\[2\]"):
-        needs.of(TWO, [one])
-    assert Needs(None, {}).of([other], []).blocks(0) == (Block.whole(other.shape),)

@@ -20,7 +20,7 @@ from tests.data.sharded.shard_ranks import Blocks, chunk
 from tests.data.sharded.sharded_engine import LinePort, Served, SliceLoader, StageLoader
 from tests.processes import WAIT_S
 from tests.ranks import on_ranks
-from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.base.errors import IntegrityError, StaleBaseError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.group.group import Group
@@ -149,6 +149,28 @@ def test_shard_mismatch_and_holes_are_named_on_every_rank(rank, world, folder):
         assert rank or (report.verified and not served.paused), report
 
 
+@on_ranks(2)
+def test_shards_that_move_cost_one_more_join_and_no_update(rank, world, folder):
+    """Members agree once for each connection, a part needs no word, and ranks whose shards moved agree anew."""
+
+    def source(seed, dim):
+        weights = {name: torch.full((8, 4), seed + ord(name)) for name in "abc"}
+        return Blocks(weights, rank, world, of=lambda name, shape, rank, world: [chunk(shape, dim, rank, world)])
+
+    served, notes, put = Served(), [], HostedStore.set
+    with pytest.MonkeyPatch.context() as patch, sending(rank, [served]) as sender:
+        patch.setattr(HostedStore, "set", lambda self, key, *of, **how: notes.append(key) or put(self, key, *of, **how))
+        sender.holds(0)  # a part of it begins the connection, and is sent whole
+        for seed, dim, only, agreements in ((1, 0, "b", 1), (2, 0, "b", 1), (3, 0, None, 1), (4, 1, "b", 2)):
+            report = sender.update_weights(source(seed, dim), only=only)
+            if rank == 0:
+                assert report.verified and not served.paused and notes.count("shares") == agreements, report
+                assert report.part == (seed == 2)
+                names = "b" if report.part else "abc"
+                wanted = sharded_engine.expected({name: torch.full((8, 4), seed + ord(name)) for name in names})
+                assert [{name: one[name] for name in names} for one in held(served)] == wanted
+
+
 @pytest.fixture
 def ends():
     """A trainer of one rank and a worker, connected, in this process."""
@@ -189,6 +211,16 @@ def test_what_makes_no_plan_ends_the_update_on_both_sides(ends, monkeypatch, dam
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
     assert isinstance(received, tx.WeightSyncError) and words in str(received), received
     assert isinstance(outcome, tx.WeightSyncError) and "rank 1 (pid" in str(outcome), outcome
+
+
+def test_other_parameters_end_a_standalone_connection(ends):
+    weights = [{name: torch.randn(3, 4)} for name in "ab"]
+    assert torch.equal(sent(ends, weights[0])[1]["a"], weights[0]["a"])
+    outcome, received = sent(ends, weights[1])
+    assert isinstance(outcome, StaleBaseError) and "trainer rank 0 " in str(outcome)
+    assert isinstance(received, tx.WeightSyncError) and "no longer connected" in str(received)
+    assert beside(*(partial(end.init_all_workers_group, {}) for end in ends)) == [None, None]
+    assert torch.equal(sent(ends, weights[1])[1]["b"], weights[1]["b"])
 
 
 def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatch):

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple, TypeVar, final
+from typing import Annotated, Any, NamedTuple, final
 
 import msgspec
 import numpy as np
@@ -24,25 +24,12 @@ from torchrl_ext.base.types import Count, ParamMeta, Params, Wire, described, dt
 from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.view import Block, overlap
 
-__all__ = [
-    "Agreement",
-    "Blocks",
-    "MemberPlan",
-    "Shares",
-    "Transfer",
-    "TransferPlan",
-    "group_rank",
-    "make_plan",
-    "packed",
-    "unpacked",
-]
+__all__ = ["Agreement", "Blocks", "MemberPlan", "Shares", "Transfer", "TransferPlan", "group_rank", "make_plan"]
 
 _MOST_BLOCKS, _MOST_PATTERNS = 1 << 12, 1 << 16
 _MOST_BYTES = 64 << 20
 _FINEST = 8
 """Where a transfer is cut, a row of more than so small a part of a bucket is cut, too: less of each bucket is empty."""
-
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 @final
@@ -91,32 +78,35 @@ class Blocks(msgspec.Struct, frozen=True):
         """Return the blocks of the parameter at this index, in ascending order; none of them is empty."""
         return self.patterns[self.indices[index]]
 
+    def to_text(self) -> str:
+        """Return it as text for JSON: msgpack, zlib, base64."""
+        return base64.b64encode(zlib.compress(msgspec.msgpack.encode(self), 6)).decode()
 
-def packed(struct: msgspec.Struct) -> str:
-    """Return a struct as text for JSON: msgpack, zlib, base64."""
-    return base64.b64encode(zlib.compress(msgspec.msgpack.encode(struct), 6)).decode()
+    @classmethod
+    def of_text(cls, text: Any, who: str, params: int) -> Blocks:
+        """Return the share that `to_text` wrote.
 
+        Args:
+            text: not trusted: no more than 64 MiB are unpacked.
+            who: sent it, in messages.
+            params: of how many parameters it has to be.
 
-def unpacked(text: Any, kind: type[_Struct], what: str) -> _Struct:
-    """Return the struct that `packed` wrote.
-
-    Args:
-        text: not trusted: no more than 64 MiB are unpacked.
-        kind: the struct's class.
-        what: who sent it, and what it is, for the message.
-
-    Raises:
-        TransportError: it cannot be read.
-    """
-    try:
-        data = zlib.decompressobj().decompress(msgspec.convert(text, bytes), _MOST_BYTES)
-        return msgspec.msgpack.decode(data, type=described(kind))
-    except (zlib.error, msgspec.MsgspecError) as error:
-        raise TransportError(
-            f"{what} that cannot be read: {error!s:.200}",
-            state="nothing was moved",
-            hint="use one release of torchrl_ext on every rank and engine",
-        ) from error
+        Raises:
+            TransportError: it cannot be read.
+            ManifestError: it is of another number of parameters.
+        """
+        try:
+            data = zlib.decompressobj().decompress(msgspec.convert(text, bytes), _MOST_BYTES)
+            share = msgspec.msgpack.decode(data, type=described(cls))
+        except (zlib.error, msgspec.MsgspecError) as error:
+            raise TransportError(
+                f"{who} sent a share that cannot be read: {error!s:.200}",
+                state="nothing was moved",
+                hint="use one release of torchrl_ext on every rank and engine",
+            ) from error
+        if len(share.indices) != params:
+            raise ManifestError(f"{who} has a share of {len(share.indices)} parameters", expected=f"{params}")
+        return share
 
 
 class Shares(Wire, frozen=True, kw_only=True):
@@ -124,7 +114,7 @@ class Shares(Wire, frozen=True, kw_only=True):
 
     Attributes:
         params: of the model, in the order in which they are sent.
-        held, needed: the `packed` share of each trainer rank, and of each worker.
+        held, needed: the share of each trainer rank, and of each worker, as `Blocks.to_text`.
         bucket_bytes: as for `make_plan`.
     """
 
@@ -143,14 +133,15 @@ class Agreement:
         member: this one's rank in the group.
 
     Raises:
-        TransportError: a share cannot be read.
-        ManifestError: a share is of another number of parameters.
+        TransportError, ManifestError: as `Blocks.of_text`.
     """
 
     def __init__(self, shares: Shares, member: int) -> None:
         self._params, self._bucket_bytes, self._member = shares.params, shares.bucket_bytes, member
-        self._held = [_share(text, "trainer rank", rank, shares.params) for rank, text in enumerate(shares.held)]
-        self._needed = [_share(text, "worker", worker, shares.params) for worker, text in enumerate(shares.needed)]
+        self._held, self._needed = (
+            [Blocks.of_text(text, f"{who} {number}", len(shares.params)) for number, text in enumerate(texts)]
+            for who, texts in (("trainer rank", shares.held), ("worker", shares.needed))
+        )
         self._places = {meta: place for place, meta in enumerate(shares.params)}
         self._last: MemberPlan | None = None
 
@@ -189,13 +180,6 @@ class Agreement:
             return shares
         places = [self._places[meta] for meta in params]
         return [Blocks.of_blocks(map(share.blocks, places)) for share in shares]
-
-
-def _share(text: str, who: str, number: int, params: Sequence[ParamMeta]) -> Blocks:
-    share = unpacked(text, Blocks, f"{who} {number} sent a share")
-    if len(share.indices) != len(params):
-        raise ManifestError(f"{who} {number} has a share of {len(share.indices)} parameters", expected=f"{len(params)}")
-    return share
 
 
 def group_rank(rank: int, workers: int) -> int:

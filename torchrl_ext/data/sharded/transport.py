@@ -21,7 +21,7 @@ from torchrl_ext.base.types import Info, ParamMeta, Params
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.group import Group, GroupOffer, Member, ranks_text
 from torchrl_ext.data.group.ranks import Steps
-from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares, TransferPlan, group_rank, packed
+from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares, TransferPlan, group_rank
 from torchrl_ext.data.sharded.rounds import RoundSender
 from torchrl_ext.data.sharded.worker import Needs, ShardedLoad, ShardedWorker, read_agreement
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
@@ -248,7 +248,7 @@ class ShardedTransport(StandaloneTransport):
             for rank, one in enumerate(held):
                 if one["params"] != held[0]["params"]:
                     raise _first_difference(rank, held[0]["params"], one["params"])
-            whole = packed(Blocks.of_blocks([Block.whole(meta.shape)] for meta in params))
+            whole = Blocks.of_blocks([Block.whole(meta.shape)] for meta in params).to_text()
             shares = Shares(
                 params=params,
                 held=tuple(one["share"] for one in held),
@@ -342,7 +342,7 @@ class _Sending:
             return {"plan": self.agreement.plan(self._params).plan.digest if same else None}
         if joined != self._params and any(needs.share for needs in self.needs):
             return {"plan": None}
-        return {"params": [meta.to_json() for meta in self._params], "share": packed(share)}
+        return {"params": [meta.to_json() for meta in self._params], "share": share.to_text()}
 
     def agree(self, digest: str) -> None:
         """Read what all members hold and need, and make the plan, on a rank other than 0."""

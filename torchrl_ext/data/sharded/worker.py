@@ -11,7 +11,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError
 from torchrl_ext.base.types import ParamMeta, Wire
 from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
-from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares, packed
+from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares
 from torchrl_ext.data.sharded.rounds import RoundReceiver
 from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.data.transports.buckets import BufferPool
@@ -34,7 +34,7 @@ class Needs(Wire, frozen=True, kw_only=True):
     """The needs of one worker, which it leaves when it joins.
 
     Attributes:
-        share: the `packed` share of the parameters for which it joined; None for all of every tensor.
+        share: `Blocks.to_text` of the share of the parameters for which it joined; None for all of every tensor.
         whole: the tensors that it needs whole although the engine is sharded -> the reason.
     """
 
@@ -92,7 +92,7 @@ class ShardedWorker(GroupWorker):
         alone = members is None  # without a control layer
         group = self.member.enter(rank, members, params if alone else (), within, again=alone)
         self._agreement = None
-        share = packed(Blocks.of_blocks(map(self._needed, params))) if self._slices else None
+        share = Blocks.of_blocks(map(self._needed, params)).to_text() if self._slices else None
         group.store.set(f"needs/{group.rank}", Needs(share=share, whole=dict(self._whole)).to_json())
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
