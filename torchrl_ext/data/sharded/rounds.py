@@ -66,18 +66,14 @@ class RoundSender:
 
     Args:
         plan: of this rank.
-        shards: of this rank, which the plan was made of.
+        held: this rank's shards of each parameter, which the plan was made of.
         carrier: moves the messages.
         pool: of memory for messages.
     """
 
-    def __init__(self, plan: MemberPlan, shards: Sequence[Shard], carrier: Group, pool: BufferPool) -> None:
-        self._plan, self._carrier, self._pool = plan, carrier, pool
-        index = {meta.name: number for number, meta in enumerate(plan.params)}
-        self._held: defaultdict[int, list[Shard]] = defaultdict(list)
-        for shard in shards:
-            self._held[index[shard.meta.name]].append(shard)
-        self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
+    def __init__(self, plan: MemberPlan, held: Sequence[Sequence[Shard]], carrier: Group, pool: BufferPool) -> None:
+        self._plan, self._held, self._carrier, self._pool = plan, held, carrier, pool
+        self._gathers = deque(number for number, own in enumerate(held) if any(one.gathers for one in own))
         self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
         self._digests: defaultdict[int, list[Tensor]] = defaultdict(list)  # words of blocks, by worker
 

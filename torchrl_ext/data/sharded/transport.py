@@ -37,8 +37,8 @@ class ShardedTransport(StandaloneTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
     Every rank of the trainer (of torch's process group, or a single process without a group) creates a transport, and
-    calls `update_weights` or `send_weights`. Ranks report to rank 0 the blocks that they hold (`WeightSource.shards`),
-    workers the blocks that they need, and every member makes the same transfer plan of them.
+    calls `update_weights` or `send_weights`. Once for each connection, ranks report to rank 0 the blocks that they hold
+    (`WeightSource.shards`) and workers the blocks that they need; every member makes the same transfer plans of them.
 
     Args:
         master_address: address of trainer rank 0, as workers and other trainer ranks reach it.
@@ -213,7 +213,7 @@ class ShardedTransport(StandaloneTransport):
         load = ShardedLoad(handoff=sending.handoffs, plan=plan.digest)
         stats, group = TransferStats(bytes=0), sending.group  # until something is sent
         stats.whole = {name: reason for needs in sending.needs for name, reason in needs.whole.items()}
-        stats.whole |= {shard.meta.name: shard.why for shard in sending.shards if shard.gathers}
+        stats.whole |= {shard.meta.name: shard.why for own in sending.held for shard in own if shard.gathers}
 
         def transfer(within: Deadline) -> None:
             group.stop = within.stop
@@ -235,7 +235,8 @@ class ShardedTransport(StandaloneTransport):
     def _planned(self, sending: _Sending, update: Update) -> TransferPlan:
         """Return the plan of an update, which every rank then has, too."""
         session, params = self.ranks.session, update.params
-        held = [sending.hold(update.source), *session.ask("hold")]
+        session.order("hold")
+        held = [sending.hold(update.source), *session.answers()]
         moved = [rank for rank, one in enumerate(held) if one.get("plan", "") is None]
         if moved or any(one.get("plan") != held[0].get("plan") for one in held):
             raise StaleBaseError(
@@ -315,7 +316,7 @@ class _Sending:
 
     Attributes:
         agreement: of all members, from the first update on.
-        shards: what this rank holds, from `hold` to `send`.
+        held: this rank's shards of each parameter, from `hold` to `send`.
         handoffs: how many there were.
     """
 
@@ -324,7 +325,7 @@ class _Sending:
     ) -> None:
         self.group, self.needs, self.handoffs = group, needs, 0
         self.agreement: Agreement | None = None
-        self.shards: Sequence[Shard] = ()
+        self.held: Sequence[Sequence[Shard]] = ()
         self._rank, self._pool, self._params = rank, pool, joined
 
     def hold(self, source: WeightSource) -> Info:
@@ -334,9 +335,9 @@ class _Sending:
             In the first update of a connection ``params`` and ``share``; in a later one the digest of the ``plan``,
             None where this rank has declared something else, or workers have joined for something else.
         """
-        joined, self._params, self.shards = self._params, source.params(), list(source.shards())
-        held = checked_shards(self.shards, self._params)
-        share = Blocks.of_blocks([shard.block for shard in own] for _, own in held)
+        joined, self._params = self._params, source.params()
+        self.held = [own for _, own in checked_shards(source.shards(), self._params)]
+        share = Blocks.of_blocks([shard.block for shard in own] for own in self.held)
         if self.agreement is not None:
             same = self.agreement.holds(self._rank, self._params, share)
             return {"plan": self.agreement.plan(self._params).plan.digest if same else None}
@@ -352,8 +353,8 @@ class _Sending:
     def send(self) -> int:
         """Send this rank's part of the update; errors as `RoundSender.send`, and the same result."""
         assert self.agreement is not None  # rank 0 orders "hold" and "agree" first
-        shards, self.shards = self.shards, ()
-        return RoundSender(self.agreement.plan(self._params), shards, self.group, self._pool).send()
+        held, self.held = self.held, ()  # which refers to the trainer's memory
+        return RoundSender(self.agreement.plan(self._params), held, self.group, self._pool).send()
 
 
 def _first_difference(rank: int, own: Sequence[Any], rows: Sequence[Any]) -> ManifestError:
