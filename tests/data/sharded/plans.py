@@ -71,7 +71,6 @@ def carry_out(plan: TransferPlan, held: Layout, needed: Layout, bucket_bytes: in
         for worker, leader in enumerate(plan.leaders):
             expected = {rank: transfers for (one, rank), transfers in sent.items() if one == leader}
             assert dict(workers[worker].links(at)) == expected
-            assert worker != leader or workers[worker].source is None
         for (worker, peer), transfers in sent.items():
             rank = peer and peer - len(needed)
             assert [one.param for one in transfers] == sorted(one.param for one in transfers)
@@ -87,6 +86,11 @@ def carry_out(plan: TransferPlan, held: Layout, needed: Layout, bucket_bytes: in
     for at in range(rounds):  # what lies before a round's parameters is complete, and nothing behind has come
         first, stop = ranks[0].span(at)
         assert first == min(set().union(*seen[at:])) and max(set().union(*seen[: at + 1])) < stop
+    for worker, own in enumerate(workers):  # equal workers form a chain, of which the first gets the bytes
+        assert (own.source is None) == (plan.leaders[worker] == worker)
+        if own.successor is not None:
+            assert plan.leaders[own.successor - 1] == plan.leaders[worker]
+            assert workers[own.successor - 1].source == 1 + worker
     for worker, leader in enumerate(plan.leaders):
         for index, meta in enumerate(plan.params):  # each element that this worker needs once, and no other
             assert np.array_equal(got[leader][index], _marked(meta.shape, needed[worker][index]))

@@ -113,12 +113,10 @@ class Shares(Wire, frozen=True, kw_only=True):
     """What plans of one connection are made of: trainer rank 0 leaves it for all members.
 
     Attributes:
-        params: of the model, in the order in which they are sent.
         held, needed: the share of each trainer rank, and of each worker, as `Blocks.to_text`.
         bucket_bytes: as for `make_plan`.
     """
 
-    params: Params
     held: tuple[str, ...]
     needed: tuple[str, ...]
     bucket_bytes: Count
@@ -129,20 +127,21 @@ class Agreement:
     """What all members of a connection hold and need, by which each of them plans every update for itself.
 
     Args:
-        shares: of all members; not trusted.
+        shares: of all members, of the parameters of the connection's first update; not trusted.
+        params: these parameters, in the order in which they are sent.
         member: this one's rank in the group.
 
     Raises:
         TransportError, ManifestError: as `Blocks.of_text`.
     """
 
-    def __init__(self, shares: Shares, member: int) -> None:
-        self._params, self._bucket_bytes, self._member = shares.params, shares.bucket_bytes, member
+    def __init__(self, shares: Shares, params: Params, member: int) -> None:
+        self._params, self._bucket_bytes, self._member = params, shares.bucket_bytes, member
         self._held, self._needed = (
-            [Blocks.of_text(text, f"{who} {number}", len(shares.params)) for number, text in enumerate(texts)]
+            [Blocks.of_text(text, f"{who} {number}", len(params)) for number, text in enumerate(texts)]
             for who, texts in (("trainer rank", shares.held), ("worker", shares.needed))
         )
-        self._places = {meta: place for place, meta in enumerate(shares.params)}
+        self._places = {meta: place for place, meta in enumerate(params)}
         self._last: MemberPlan | None = None
 
     def holds(self, rank: int, params: Sequence[ParamMeta], share: Blocks) -> bool:

@@ -251,12 +251,11 @@ class ShardedTransport(StandaloneTransport):
                     raise _first_difference(rank, held[0]["params"], one["params"])
             whole = Blocks.of_blocks([Block.whole(meta.shape)] for meta in params).to_text()
             shares = Shares(
-                params=params,
                 held=tuple(one["share"] for one in held),
                 needed=tuple(needs.share or whole for needs in sending.needs),
                 bucket_bytes=self._bucket_bytes,
             )
-            sending.agreement = Agreement(shares, 0)
+            sending.agreement = Agreement(shares, params, 0)
             plan = sending.agreement.plan(params).plan  # names what nobody holds
             sending.group.store.set("shares", shares.to_json())
             session.ask("agree", plan=plan.digest)
@@ -347,7 +346,7 @@ class _Sending:
 
     def agree(self, digest: str) -> None:
         """Read what all members hold and need, and make the plan, on a rank other than 0."""
-        self.agreement = read_agreement(self.group)
+        self.agreement = read_agreement(self.group, self._params)
         self.agreement.plan(self._params, digest)
 
     def send(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import TransportError
-from torchrl_ext.base.types import ParamMeta, Wire
+from torchrl_ext.base.types import ParamMeta, Params, Wire
 from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
 from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares
 from torchrl_ext.data.sharded.rounds import RoundReceiver
@@ -42,8 +42,11 @@ class Needs(Wire, frozen=True, kw_only=True):
     whole: dict[str, str]
 
 
-def read_agreement(group: Group) -> Agreement:
-    """Return what rank 0 left for all members of a group, which it has done before anybody asks.
+def read_agreement(group: Group, params: Params) -> Agreement:
+    """Return what rank 0 has left for all members of a group before any of them asks.
+
+    Args:
+        params: of the connection's first update.
 
     Raises:
         TransportError, ConfigError, ManifestError: it is not there, or malformed.
@@ -51,7 +54,7 @@ def read_agreement(group: Group) -> Agreement:
     note = group.store.find("shares", Deadline(group.timeout_s, stop=group.stop))
     if note is None:
         raise TransportError(f"{group.call([0])} left no shares for a transfer plan", state="nothing was moved")
-    return Agreement(Shares.from_json(note, f"the shares that {group.call([0])} left"), group.rank)
+    return Agreement(Shares.from_json(note, f"the shares that {group.call([0])} left"), params, group.rank)
 
 
 @final
@@ -77,7 +80,7 @@ class ShardedWorker(GroupWorker):
         self._pool = BufferPool(member.device)
         self._agreement: Agreement | None = None  # of the group
 
-    def enter(self, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+    def enter(self, rank: int, members: int | None, params: Params, within: Deadline) -> None:
         """Join the group that trainer rank 0 forms, and leave a note of the needs of this worker.
 
         Args:
@@ -99,6 +102,6 @@ class ShardedWorker(GroupWorker):
         return self._slices.get(meta.name, (Block.whole(meta.shape),))
 
     def incoming(self, group: Group, load: ShardedLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
-        self._agreement = self._agreement or read_agreement(group)
+        self._agreement = self._agreement or read_agreement(group, arrival.params)
         plan = self._agreement.plan(arrival.params, load.plan)
         return RoundReceiver(plan, [self._needed(meta) for meta in arrival.params], into, group, self._pool)
