@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 
@@ -50,51 +49,49 @@ def random_case(rng: random.Random) -> tuple[list[ParamMeta], Layout, Layout, in
     return params, held, needed, rng.choice([4, 5, 7, 16, 40, 100, 10**6])
 
 
-def member_of(plan: TransferPlan, member: int) -> MemberPlan:
-    """Return the part of a member, as it arrives there through a note."""
-    return MemberPlan(plan.params, *json.loads(json.dumps([plan.schedule, plan.rows(member)])))
-
-
-def members_of(plan: TransferPlan) -> tuple[list[MemberPlan], list[MemberPlan]]:
-    """Return the parts of the trainer ranks, and of the workers."""
-    ranks = [member_of(plan, group_rank(rank, plan.workers)) for rank in range(plan.ranks)]
-    return ranks, [member_of(plan, 1 + one) for one in range(plan.workers)]
-
-
-def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> np.ndarray:
-    """Move every element as the members' rows say, and check it against the needs and the promises of the plan.
+def carry_out(plan: TransferPlan, held: Layout, needed: Layout, bucket_bytes: int) -> np.ndarray:
+    """Move every element as the members' parts say, and check it against the needs and the promises of the plan.
 
     Returns:
         The bytes of every round out of each rank and then into each leader, of shape (rounds, ranks + workers).
     """
-    ranks, workers = members_of(plan)
-    link_bytes = np.zeros((plan.rounds, plan.ranks, plan.workers), dtype=np.int64)
-    got = [[np.zeros(meta.shape, dtype=np.int64) for meta in plan.params] for _ in range(plan.workers)]
-    seen: list[set[int]] = [set() for _ in range(plan.rounds)]
-    for at in range(plan.rounds):
+    ranks = [MemberPlan(plan, group_rank(rank, len(needed))) for rank in range(len(held))]
+    workers = [MemberPlan(plan, 1 + worker) for worker in range(len(needed))]
+    rounds = len(plan.rounds)
+    loads = np.zeros((rounds, len(held) + len(needed)), dtype=np.int64)
+    got = [[np.zeros(meta.shape, dtype=np.int64) for meta in plan.params] for _ in needed]
+    seen: list[set[int]] = [set() for _ in range(rounds)]
+    for at in range(rounds):
         assert len({one.span(at) for one in (*ranks, *workers)}) == 1
-        for rank, own in enumerate(ranks):
-            for peer, transfers in own.links(at):
-                worker, as_peer = peer - 1, group_rank(rank, plan.workers)
-                assert dict(workers[worker].links(at))[as_peer] == transfers and workers[worker].source is None
-                assert [one.param for one in transfers] == sorted(one.param for one in transfers)
-                for index, block in transfers:
-                    meta = plan.params[index]
-                    where = block.within(Block.whole(meta.shape))
-                    assert _marked(meta.shape, held[rank][index])[where].all()
-                    got[worker][index][where] += 1
-                    link_bytes[at, rank, worker] += block.numel * meta.dtype.itemsize
-                    seen[at].add(index)
-        leaders = [workers[leader] for leader in set(plan.leaders)]
-        assert sum(len(list(own.links(at))) for own in ranks) == sum(len(list(own.links(at))) for own in leaders)
-    loads = np.concatenate([link_bytes.sum(axis=2), link_bytes.sum(axis=1)], axis=1)
-    assert loads.max(initial=0) <= plan.bucket_bytes
-    for at in range(plan.rounds):  # what lies before a round's parameters is complete, and nothing behind has come
+        sent = {
+            (peer - 1, group_rank(rank, len(needed))): transfers
+            for rank, own in enumerate(ranks)
+            for peer, transfers in own.links(at)
+        }
+        for worker, leader in enumerate(plan.leaders):
+            expected = {rank: transfers for (one, rank), transfers in sent.items() if one == leader}
+            assert dict(workers[worker].links(at)) == expected
+        for (worker, peer), transfers in sent.items():
+            rank = peer and peer - len(needed)
+            assert [one.param for one in transfers] == sorted(one.param for one in transfers)
+            for index, block in transfers:
+                meta = plan.params[index]
+                where = block.within(Block.whole(meta.shape))
+                assert _marked(meta.shape, held[rank][index])[where].all()
+                got[worker][index][where] += 1
+                loads[at, [rank, len(held) + worker]] += block.numel * meta.dtype.itemsize
+                seen[at].add(index)
+    assert loads.max(initial=0) <= bucket_bytes
+    assert loads[:, : len(held)].sum() == plan.nbytes
+    for at in range(rounds):  # what lies before a round's parameters is complete, and nothing behind has come
         first, stop = ranks[0].span(at)
         assert first == min(set().union(*seen[at:])) and max(set().union(*seen[: at + 1])) < stop
-    assert np.array_equal(link_bytes.sum(axis=(0, 2)), plan.rank_bytes)
+    for worker, own in enumerate(workers):  # equal workers form a chain, of which the first gets the bytes
+        assert (own.source is None) == (plan.leaders[worker] == worker)
+        if own.successor is not None:
+            assert plan.leaders[own.successor - 1] == plan.leaders[worker]
+            assert workers[own.successor - 1].source == 1 + worker
     for worker, leader in enumerate(plan.leaders):
-        assert plan.worker_bytes[worker] == link_bytes[:, :, leader].sum()
         for index, meta in enumerate(plan.params):  # each element that this worker needs once, and no other
             assert np.array_equal(got[leader][index], _marked(meta.shape, needed[worker][index]))
     return loads

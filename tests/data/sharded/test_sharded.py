@@ -20,7 +20,7 @@ from tests.data.sharded.shard_ranks import Blocks, chunk
 from tests.data.sharded.sharded_engine import LinePort, Served, SliceLoader, StageLoader
 from tests.processes import WAIT_S
 from tests.ranks import on_ranks
-from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.base.errors import IntegrityError, StaleBaseError
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.group.group import Group
@@ -149,6 +149,28 @@ def test_shard_mismatch_and_holes_are_named_on_every_rank(rank, world, folder):
         assert rank or (report.verified and not served.paused), report
 
 
+@on_ranks(2)
+def test_shards_that_move_cost_one_more_join_and_no_update(rank, world, folder):
+    """Members agree once for each connection, a part needs no word, and ranks whose shards moved agree anew."""
+
+    def source(seed, dim):
+        weights = {name: torch.full((8, 4), seed + ord(name)) for name in "abc"}
+        return Blocks(weights, rank, world, of=lambda name, shape, rank, world: [chunk(shape, dim, rank, world)])
+
+    served, notes, put = Served(), [], HostedStore.set
+    with pytest.MonkeyPatch.context() as patch, sending(rank, [served]) as sender:
+        patch.setattr(HostedStore, "set", lambda self, key, *of, **how: notes.append(key) or put(self, key, *of, **how))
+        sender.holds(0)  # a part of it begins the connection, and is sent whole
+        for seed, dim, only, agreements in ((1, 0, "b", 1), (2, 0, "b", 1), (3, 0, None, 1), (4, 1, "b", 2)):
+            report = sender.update_weights(source(seed, dim), only=only)
+            if rank == 0:
+                assert report.verified and not served.paused and notes.count("shares") == agreements, report
+                assert report.part == (seed == 2)
+                names = "b" if report.part else "abc"
+                wanted = sharded_engine.expected({name: torch.full((8, 4), seed + ord(name)) for name in names})
+                assert [{name: one[name] for name in names} for one in held(served)] == wanted
+
+
 @pytest.fixture
 def ends():
     """A trainer of one rank and a worker, connected, in this process."""
@@ -169,18 +191,36 @@ def sent(ends, weights):
     return beside(lambda: trainer.send_weights(weights), lambda: worker.receive_weights(WAIT_S))
 
 
-def test_unreadable_transfer_plan_ends_update_on_both_sides(ends, monkeypatch):
-    """A transfer plan that a worker cannot read ends the update on both sides before a byte moves."""
+@pytest.mark.parametrize(
+    "damaged, words",
+    [
+        (lambda shares: {"table": 7}, "the shares that rank 0 "),
+        (lambda shares: shares | {"needed": ["no base64"]}, "worker 0 sent a share that cannot be read"),
+        (lambda shares: shares | {"bucket_bytes": 64}, "made another transfer plan than rank 1 "),
+    ],
+    ids=["malformed", "unreadable", "other plan"],
+)
+def test_what_makes_no_plan_ends_the_update_on_both_sides(ends, monkeypatch, damaged, words):
+    """Shares of which a worker makes no plan, or another one, end the update on both sides before a byte moves."""
     put = HostedStore.set
 
-    def damaged(self, key, value, **how):
-        return put(self, key, {"table": 7} if key.startswith("plan/") else value, **how)
+    def damage(self, key, value, **how):
+        return put(self, key, damaged(value) if key == "shares" else value, **how)
 
-    monkeypatch.setattr(HostedStore, "set", damaged)
+    monkeypatch.setattr(HostedStore, "set", damage)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
-    assert isinstance(received, tx.WeightSyncError), received
-    assert "a transfer plan that cannot be read" in str(received)
+    assert isinstance(received, tx.WeightSyncError) and words in str(received), received
     assert isinstance(outcome, tx.WeightSyncError) and "rank 1 (pid" in str(outcome), outcome
+
+
+def test_other_parameters_end_a_standalone_connection(ends):
+    weights = [{name: torch.randn(3, 4)} for name in "ab"]
+    assert torch.equal(sent(ends, weights[0])[1]["a"], weights[0]["a"])
+    outcome, received = sent(ends, weights[1])
+    assert isinstance(outcome, StaleBaseError) and "trainer rank 0 " in str(outcome)
+    assert isinstance(received, tx.WeightSyncError) and "connected" in str(received)
+    assert beside(*(partial(end.init_all_workers_group, {}) for end in ends)) == [None, None]
+    assert torch.equal(sent(ends, weights[1])[1]["b"], weights[1]["b"])
 
 
 def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatch):

@@ -11,7 +11,7 @@ which the blocks have landed.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,26 +32,23 @@ __all__ = ["RoundReceiver", "RoundSender"]
 _IN_FLIGHT = 2
 
 
-def _places(params: Sequence[ParamMeta], transfers: Sequence[Transfer]) -> list[int]:
-    """Return at which byte of the message that carries ``transfers`` each block begins; at last, the message's size."""
-    found, end = [], 0
+def _message(
+    params: Sequence[ParamMeta], transfers: Sequence[Transfer], pool: BufferPool
+) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for the message that carries ``transfers``, and views of it, one of each block."""
+    places, end = list[int](), 0
     for param, block in transfers:
         itemsize = params[param].dtype.itemsize
-        found.append(-(-end // itemsize) * itemsize)
-        end = found[-1] + block.numel * itemsize
-    return [*found, end]
-
-
-def _views(params: Sequence[ParamMeta], transfers: Sequence[Transfer], message: Tensor) -> list[Tensor]:
-    """Return the blocks of ``transfers`` as views of the message that carries them."""
-    found = []
-    for (param, block), at in zip(transfers, _places(params, transfers), strict=False):
+        places.append(-(-end // itemsize) * itemsize)
+        end = places[-1] + block.numel * itemsize
+    memory, views = pool.take(end), list[Tensor]()
+    for (param, block), at in zip(transfers, places, strict=True):
         dtype = params[param].dtype
-        found.append(message[at : at + block.numel * dtype.itemsize].view(dtype).view(block.shape))
-    return found
+        views.append(memory[at : at + block.numel * dtype.itemsize].view(dtype).view(block.shape))
+    return memory, views
 
 
-def _together(move: Callable[[Tensor, int], Any], messages: Sequence[tuple[Tensor, int]], carrier: Group) -> list[Any]:
+def _together(move: Callable[[Tensor, int], Any], messages: Iterable[tuple[Tensor, int]], carrier: Group) -> list[Any]:
     """Begin to send or receive messages, each with its peer, in one call; return the works to wait for."""
     with carrier.together():
         return [move(memory, peer) for memory, peer in messages]
@@ -69,18 +66,14 @@ class RoundSender:
 
     Args:
         plan: of this rank.
-        shards: of this rank, in the order of the plan's parameters.
+        held: this rank's shards of each parameter, which the plan was made of.
         carrier: moves the messages.
         pool: of memory for messages.
     """
 
-    def __init__(self, plan: MemberPlan, shards: Sequence[Shard], carrier: Group, pool: BufferPool) -> None:
-        self._plan, self._carrier, self._pool = plan, carrier, pool
-        index = {meta.name: number for number, meta in enumerate(plan.params)}
-        self._held: defaultdict[int, list[Shard]] = defaultdict(list)
-        for shard in shards:
-            self._held[index[shard.meta.name]].append(shard)
-        self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
+    def __init__(self, plan: MemberPlan, held: Sequence[Sequence[Shard]], carrier: Group, pool: BufferPool) -> None:
+        self._plan, self._held, self._carrier, self._pool = plan, held, carrier, pool
+        self._gathers = deque(number for number, own in enumerate(held) if any(one.gathers for one in own))
         self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
         self._digests: defaultdict[int, list[Tensor]] = defaultdict(list)  # words of blocks, by worker
 
@@ -94,29 +87,25 @@ class RoundSender:
             TransportError, DeadlineError: as `Group.wait`.
             ManifestError: a shard is not what was declared.
         """
-        before = self._carrier.sent.total()
+        before, flying = self._carrier.sent.total(), deque[list[Any]]()
         try:
-            self._send()
+            for number in range(self._plan.rounds):
+                _await(flying, _IN_FLIGHT - 1, self._carrier)
+                self._take(*self._plan.span(number))
+                messages = [(self._packed(peer, transfers), peer) for peer, transfers in self._plan.links(number)]
+                flying.append(_together(self._carrier.send, messages, self._carrier))
+                del messages
+            self._take(len(self._plan.params), len(self._plan.params))
+            digests = [(as_bytes(torch.cat(own)), peer) for peer, own in sorted(self._digests.items())]
+            flying.append(_together(self._carrier.send, digests, self._carrier))
+            _await(flying, 0, self._carrier)
         except BaseException as error:
             self._carrier.sever(why(error))
-            while self._gathers:
-                for shard in self._held[self._gathers.popleft()]:
+            for number in self._gathers:
+                for shard in self._held[number]:
                     shard.take()
             raise
         return self._carrier.sent.total() - before
-
-    def _send(self) -> None:
-        flying: deque[list[Any]] = deque()
-        for number in range(self._plan.rounds):
-            _await(flying, _IN_FLIGHT - 1, self._carrier)
-            self._take(*self._plan.span(number))
-            messages = [(self._packed(peer, transfers), peer) for peer, transfers in self._plan.links(number)]
-            flying.append(_together(self._carrier.send, messages, self._carrier))
-            del messages
-        self._take(len(self._plan.params), len(self._plan.params))
-        digests = [(as_bytes(torch.cat(own)), peer) for peer, own in sorted(self._digests.items())]
-        flying.append(_together(self._carrier.send, digests, self._carrier))
-        _await(flying, 0, self._carrier)
 
     def _take(self, first: int, stop: int) -> None:
         """Gather every parameter before ``stop`` that has to be gathered; forget the parameters before ``first``."""
@@ -144,13 +133,13 @@ class RoundSender:
 
     def _packed(self, peer: int, transfers: Sequence[Transfer]) -> Tensor:
         """Return the message with ``transfers``, and note their digests."""
-        params, sources = self._plan.params, [self._block(*transfer) for transfer in transfers]
-        plain = sources[0].dtype == params[transfers[0].param].dtype and is_plain(sources[0], self._carrier.device)
-        if len(sources) == 1 and plain:
-            views, message = sources, as_bytes(sources[0])
+        params = self._plan.params
+        sources = [_memory(block, self._read(param)) for param, block in transfers]
+        cast = sources[0].dtype != params[transfers[0].param].dtype
+        if len(sources) == 1 and not cast and is_plain(sources[0], self._carrier.device):
+            message, views = as_bytes(sources[0]), sources
         else:
-            message = self._pool.take(_places(params, transfers)[-1])
-            views = _views(params, transfers, message)
+            message, views = _message(params, transfers, self._pool)
             for source, view in zip(sources, views, strict=True):
                 if source.dtype == view.dtype:
                     copy_each([source], [view])
@@ -160,31 +149,23 @@ class RoundSender:
             self._digests[peer].append(block_words(params[param], block, view))
         return message
 
-    def _block(self, param: int, block: Block) -> Tensor:
-        found = memory_of(block, self._read(param))
-        if found is None:
-            raise ManifestError(
-                f"this rank does not hold a block of {self._plan.params[param].name!r} that it must send",
-                expected=f"elements {block.start} to {block.stop}",
-                hint="make shards() yield the same blocks in every update, or connect again for a new plan",
-            )
-        return found
+
+def _memory(block: Block, parts: Sequence[tuple[Block, Tensor]]) -> Tensor:
+    found = memory_of(block, parts)
+    assert found is not None  # the plan is of the blocks that this member named
+    return found
 
 
 class _Message(NamedTuple):
-    """What a worker gets from one trainer rank in one round.
+    """What a worker gets from one trainer rank in one round: blocks, and ``memory`` with views of each.
 
-    Attributes:
-        rank: the trainer rank's in the group.
-        transfers: its blocks.
-        memory: that it fills.
-        direct: whether ``memory`` is where its only block belongs.
+    There are no views where the memory is that in which the only block belongs.
     """
 
     rank: int
-    transfers: list[Transfer]
+    transfers: Sequence[Transfer]
     memory: Tensor
-    direct: bool
+    views: Sequence[Tensor]
 
 
 class RoundReceiver:
@@ -192,7 +173,7 @@ class RoundReceiver:
 
     Args:
         plan: of this worker.
-        needed: the blocks that it needs of each parameter.
+        needed: the blocks that it needs of each parameter, which the plan was made of.
         into: tensors that may be filled directly, by name.
         carrier: moves the messages.
         pool: of memory for messages.
@@ -209,9 +190,9 @@ class RoundReceiver:
         self._plan, self._needed, self._into = plan, needed, into
         self._carrier, self._pool = carrier, pool
         self._targets: dict[int, tuple[Tensor, list[tuple[Block, Tensor]]]] = {}
+        self._begun = 0  # rounds
         self._flying: deque[tuple[list[_Message], list[Any]]] = deque()
         self._passed: deque[list[Any]] = deque()  # works by round
-        self._done = 0
         self._came: defaultdict[int, list[int]] = defaultdict(list)  # parameters of the blocks of each trainer rank
         self._found: dict[int, Tensor] = {}  # words of this worker's blocks
 
@@ -223,65 +204,56 @@ class RoundReceiver:
             TransportError, DeadlineError: as `Group.wait`.
             IntegrityError: a tensor differs from what was sent; names it.
         """
-        yielded, count = 0, len(self._plan.params)
-        while yielded < count:
-            if self._done < self._plan.rounds:
-                self._round()
-            # the last tensor of a round may go on in the next one
-            reached = self._plan.span(self._done)[0] if self._done < self._plan.rounds else count
-            for number in range(yielded, reached):
-                if self._needed[number]:
-                    tensor, parts = self._target(number)
-                    del self._targets[number]
-                    words = [block_words(self._plan.params[number], *part) for part in parts]
-                    self._found[number] = torch.cat(words).sum(0, keepdim=True)
-                    del parts
-                    yield self._plan.params[number].name, tensor
-                    del tensor
-            yielded = reached
-        self._compare(self._digests())
-
-    def _round(self) -> None:
-        """Receive one round; the next ones are under way when it has landed, so that they come while it is loaded."""
+        plan, yielded = self._plan, 0
         self._begin()
-        self._done += 1
-        self._land(*self._flying.popleft())
-        self._begin()  # no name is left for a message, whose memory this may use
+        for done in range(plan.rounds + 1):
+            # the last tensor of a round may go on in the next one
+            reached = plan.span(done)[0] if done < plan.rounds else len(plan.params)
+            for number in filter(self._needed.__getitem__, range(yielded, reached)):
+                tensor, parts = self._target(number)
+                del self._targets[number]
+                words = [block_words(plan.params[number], *part) for part in parts]
+                self._found[number] = torch.cat(words).sum(0, keepdim=True)
+                del parts
+                yield plan.params[number].name, tensor
+                del tensor
+            yielded = reached
+            if done < plan.rounds:
+                self._land(*self._flying.popleft())
+                self._begin()  # the next rounds come while this one is loaded, and may use its memory
+        self._compare()
 
     def _begin(self) -> None:
         """Begin to receive as many rounds as may be under way."""
-        while (number := self._done + len(self._flying)) < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
-            messages = [self._message(*link) for link in self._plan.links(number)]
+        while self._begun < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
+            messages = [self._message(*link) for link in self._plan.links(self._begun)]
             self._flying.append((messages, self._receive(messages)))
+            self._begun += 1
             del messages
 
-    def _message(self, rank: int, transfers: list[Transfer]) -> _Message:
-        if len(transfers) == 1:
-            place = self._place(*transfers[0])
-            if is_plain(place, self._carrier.device):
-                return _Message(rank, transfers, as_bytes(place), direct=True)
-        nbytes = _places(self._plan.params, transfers)[-1]
-        return _Message(rank, transfers, self._pool.take(nbytes), direct=False)
-
-    def _land(self, messages: list[_Message], works: list[Any]) -> None:
-        """Wait for the messages of a round, pass them on, and bring their blocks where they belong."""
-        for work in works:
-            self._carrier.wait(work)
-        _await(self._passed, _IN_FLIGHT - 1, self._carrier)
-        if self._plan.successor is not None:
-            pairs = [(one.memory, self._plan.successor) for one in messages]
-            self._passed.append(_together(self._carrier.send, pairs, self._carrier))
-        for rank, transfers, memory, direct in messages:
-            self._came[rank] += [one.param for one in transfers]
-            if not direct:
-                views = _views(self._plan.params, transfers, memory)
-                copy_each(views, [self._place(*transfer) for transfer in transfers])
+    def _message(self, rank: int, transfers: Sequence[Transfer]) -> _Message:
+        if len(transfers) == 1 and is_plain(place := self._place(*transfers[0]), self._carrier.device):
+            return _Message(rank, transfers, as_bytes(place), ())
+        return _Message(rank, transfers, *_message(self._plan.params, transfers, self._pool))
 
     def _receive(self, messages: Sequence[_Message]) -> list[Any]:
         """Begin to receive messages of trainer ranks, from the worker that passes them on where there is one."""
         source = self._plan.source
         sources = [(one.memory, one.rank if source is None else source) for one in messages]
         return _together(self._carrier.receive, sources, self._carrier)
+
+    def _land(self, messages: Sequence[_Message], works: Sequence[Any]) -> None:
+        """Wait for the messages of a round, pass them on, and bring their blocks where they belong."""
+        for work in works:
+            self._carrier.wait(work)
+        _await(self._passed, _IN_FLIGHT - 1, self._carrier)
+        if (successor := self._plan.successor) is not None:
+            passed = [(one.memory, successor) for one in messages]
+            self._passed.append(_together(self._carrier.send, passed, self._carrier))
+        for rank, transfers, _, views in messages:
+            self._came[rank] += [one.param for one in transfers]
+            if views:
+                copy_each(views, [self._place(*transfer) for transfer in transfers])
 
     def _target(self, number: int) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
         """Return what is yielded for a parameter, and the memory of its blocks."""
@@ -298,29 +270,18 @@ class RoundReceiver:
 
     def _place(self, param: int, block: Block) -> Tensor:
         """Return the memory in which a transferred block belongs."""
-        found = memory_of(block, self._target(param)[1])
-        if found is None:
-            raise IntegrityError(
-                f"trainer ranks send a block of {self._plan.params[param].name!r} that this worker does not need",
-                expected=f"parts of {self._needed[param]}",
-                state="the engine holds a part of the version and stays paused",
-            )
-        return found
+        return _memory(block, self._target(param)[1])
 
-    def _digests(self) -> np.ndarray:
-        """Receive the digests of all blocks, and return their sums: uint64 of shape (parameters, 2)."""
-        own = [(rank, self._pool.take(16 * len(params))) for rank, params in sorted(self._came.items())]
-        messages = [_Message(rank, [], memory, direct=True) for rank, memory in own]
-        self._land(messages, self._receive(messages))
-        found = np.zeros((len(self._plan.params), 2), dtype=np.uint64)
-        for rank, memory in own:
-            np.add.at(found, self._came[rank], memory.cpu().numpy().view(np.uint64).reshape(-1, 2))
+    def _compare(self) -> None:
+        """Receive the digests of all blocks, and compare their sums with those of the memory."""
+        own = [_Message(rank, (), self._pool.take(16 * len(came)), ()) for rank, came in sorted(self._came.items())]
+        self._land(own, self._receive(own))
+        sums = np.zeros((len(self._plan.params), 2), dtype=np.uint64)
+        for rank, _, memory, _ in own:
+            np.add.at(sums, self._came[rank], memory.cpu().numpy().view(np.uint64).reshape(-1, 2))
         _await(self._passed, 0, self._carrier)
-        return found
-
-    def _compare(self, expected: np.ndarray) -> None:
         for number, found in zip(self._found, as_digests([*self._found.values()]), strict=True):
-            wanted = PositionDigest(*expected[number].tolist())
+            wanted = PositionDigest(*sums[number].tolist())
             if found != wanted:
                 raise IntegrityError(
                     f"parameter {self._plan.params[number].name!r} differs from what was sent",

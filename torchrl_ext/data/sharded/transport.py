@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, ClassVar, final
 
 import torch
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import ConfigError, TransportError
-from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.base.errors import (
+    ConfigError,
+    ManifestError,
+    StaleBaseError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
+from torchrl_ext.base.types import Info, ParamMeta, Params
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
-from torchrl_ext.data.group.group import GroupOffer, Member
+from torchrl_ext.data.group.buckets import BufferPool
+from torchrl_ext.data.group.group import Group, GroupOffer, Member, ranks_text
 from torchrl_ext.data.group.ranks import Steps
-from torchrl_ext.data.sharded.trainer import ShardedTrainer
-from torchrl_ext.data.sharded.worker import ShardedWorker
-from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, Update, Worker
+from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares, TransferPlan, group_rank
+from torchrl_ext.data.sharded.rounds import RoundSender
+from torchrl_ext.data.sharded.worker import Needs, ShardedLoad, ShardedWorker, read_agreement
+from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
@@ -26,8 +37,8 @@ class ShardedTransport(StandaloneTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
     Every rank of the trainer (of torch's process group, or a single process without a group) creates a transport, and
-    calls `update_weights` or `send_weights`. Ranks report to rank 0 the blocks that they hold (`WeightSource.shards`),
-    workers the blocks that they need, and rank 0 computes a transfer plan and sends each member its part.
+    calls `update_weights` or `send_weights`. Once for each connection, ranks report to rank 0 the blocks that they hold
+    (`WeightSource.shards`) and workers the blocks that they need; every member makes the same transfer plans of them.
 
     Args:
         master_address: address of trainer rank 0, as workers and other trainer ranks reach it.
@@ -86,10 +97,12 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        member = Member(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
-        self._workers, self._number = workers, worker
-        self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)
-        self._worker = ShardedWorker(member)
+        self._member = Member(
+            master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s
+        )
+        self._workers, self._number, self._bucket_bytes = workers, worker, bucket_bytes
+        self._worker, self._pool = ShardedWorker(self._member), BufferPool(chosen)
+        self._sending: _Sending | None = None
 
     # forming the group
 
@@ -113,9 +126,9 @@ class ShardedTransport(StandaloneTransport):
                 self._open(self._standalone_workers(), params, private=False).transfer(within)
         else:
             forever = Deadline(float("inf"), stop=within.stop)
-            self.ranks.following(lambda: self._trainer.steps(None), forever)
+            self.ranks.following(lambda: {"enter": self._enter}, forever)
 
-    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
+    def open(self, workers: int, params: Params, within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
 
         Raises:
@@ -126,9 +139,40 @@ class ShardedTransport(StandaloneTransport):
             return Handoff()
         return self._open(workers or self._standalone_workers(), params, private=workers > 0)
 
-    def _open(self, workers: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
-        offer = self._trainer.member.open(workers + self.ranks.size, private=private)
-        return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(offer, workers, params, within))
+    def _open(self, workers: int, params: Params, *, private: bool) -> Handoff:
+        offer = self._member.open(workers + self.ranks.size, private=private)
+        return Handoff(info=offer.to_json(), transfer=lambda within: self._host(offer, workers, params, within))
+
+    def _host(self, offer: GroupOffer, workers: int, params: Params, within: Deadline) -> None:
+        """Form the group with the other ranks and the workers that were offered it, and read what each worker needs.
+
+        Raises:
+            DeadlineError, ConfigError, TransportError: as `Member.host`.
+            TransportError, ConfigError: the needs of a worker are missing or malformed.
+        """
+        session = self.ranks.session
+        session.order("enter", offer=offer.to_json(), workers=workers)
+        group = self._member.host(offer.members, params, within)
+        session.answers()
+        group.workers = range(1, 1 + workers)  # other trainer ranks come behind
+        notes = group.store.collect("needs/", group.workers, within.again())
+        if silent := [rank for rank in group.workers if rank not in notes]:
+            raise TransportError(
+                f"{group.call(silent)} did not report the slices that it needs", state="nothing was sent"
+            )
+        group.store.drop("needs/")
+        needs = [Needs.from_json(note, f"the needs of {group.call([rank])}") for rank, note in notes.items()]
+        self._sending = _Sending(group, 0, self._pool, params, needs)
+
+    def _enter(self, order: Info) -> None:
+        """Join the group of rank 0's offer, on another rank of the trainer."""
+        before, offer = self._member, GroupOffer.from_json(order["offer"], "an order of trainer rank 0")
+        before.close()
+        how: dict[str, Any] = {"device": before.device, "backend": before.backend, "timeout_s": before.timeout_s}
+        self._member = Member(offer.master_address, offer.master_port, offer.secret, **how)
+        rank, within = self.ranks.rank, Deadline(before.timeout_s)
+        group = self._member.enter(group_rank(rank, order["workers"]), offer.members, (), within)
+        self._sending = _Sending(group, rank, self._pool)
 
     def _standalone_workers(self) -> int:
         if self._workers is None:
@@ -152,11 +196,86 @@ class ShardedTransport(StandaloneTransport):
     # an update
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
+        """See `Transport.prepare`; a failure closes the connection.
+
+        Raises:
+            ManifestError: ranks disagree on parameters, or nobody holds an element; named.
+            StaleBaseError: a rank holds something else than what the connection was made for.
+        """
         self._require_driver("send_weights")
-        return self._trainer.prepare(update, within)
+        sending, session = self._connected_at(within), self.ranks.session
+        try:
+            plan = self._planned(sending, update)
+        except BaseException as error:
+            self._member.close(why(error))
+            raise
+        sending.handoffs += 1
+        load = ShardedLoad(handoff=sending.handoffs, plan=plan.digest)
+        stats, group = TransferStats(bytes=0), sending.group  # until something is sent
+        stats.whole = {name: reason for needs in sending.needs for name, reason in needs.whole.items()}
+        stats.whole |= {shard.meta.name: shard.why for own in sending.held for shard in own if shard.gathers}
+
+        def transfer(within: Deadline) -> None:
+            group.stop = within.stop
+            try:
+                with stats.spans.of("transfer"):
+                    session.order("send")
+                    sent = [sending.send()]
+                    received = group.await_workers(load.handoff)
+                    sent += [answer["sent"] for answer in session.answers()]
+            except WeightSyncError as error:
+                raise group.sending_failed(load.handoff, update.version, error) from error
+            except BaseException as error:
+                group.sever(why(error))
+                raise
+            stats.bytes, stats.worker_bytes, stats.rank_bytes = plan.nbytes, tuple(received.values()), tuple(sent)
+
+        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
+
+    def _planned(self, sending: _Sending, update: Update) -> TransferPlan:
+        """Return the plan of an update, which every rank then has, too."""
+        session, params = self.ranks.session, update.params
+        session.order("hold")
+        held = [sending.hold(update.source), *session.answers()]
+        moved = [rank for rank, one in enumerate(held) if one.get("plan", "") is None]
+        if moved or any(one.get("plan") != held[0].get("plan") for one in held):
+            raise StaleBaseError(
+                f"trainer {ranks_text(moved or range(len(held)))} send other parameters or blocks than before",
+                expected="the ones for which the connection was made, the same parameters on every rank",
+                state="nothing was sent, and the connection was closed",
+                hint="connect again (init_all_workers_group on every rank); a WeightSender does so in the same update",
+            )
+        if sending.agreement is None:
+            for rank, one in enumerate(held):
+                if one["params"] != held[0]["params"]:
+                    raise _first_difference(rank, held[0]["params"], one["params"])
+            whole = Blocks.of_blocks([Block.whole(meta.shape)] for meta in params).to_text()
+            shares = Shares(
+                held=tuple(one["share"] for one in held),
+                needed=tuple(needs.share or whole for needs in sending.needs),
+                bucket_bytes=self._bucket_bytes,
+            )
+            sending.agreement = Agreement(shares, params, 0)
+            plan = sending.agreement.plan(params).plan  # names what nobody holds
+            sending.group.store.set("shares", shares.to_json())
+            session.ask("agree", plan=plan.digest)
+        return sending.agreement.plan(params).plan
 
     def rank_steps(self, source: WeightSource) -> Steps:
-        return self._trainer.steps(source)
+        def own() -> _Sending:
+            return self._connected_at(Deadline(self.timeout_s))
+
+        return {
+            "enter": self._enter,
+            "hold": lambda order: own().hold(source),
+            "agree": lambda order: own().agree(order["plan"]),
+            "send": lambda order: {"sent": own().send()},
+        }
+
+    def _connected_at(self, within: Deadline) -> _Sending:
+        self._member.group(within)  # or the reason for which there is none
+        assert self._sending is not None
+        return self._sending
 
     def attend(self, within: Deadline) -> ShardedWorker:
         if self._number is None:
@@ -165,13 +284,13 @@ class ShardedTransport(StandaloneTransport):
         return self._worker
 
     def announce(self, arrival: Arrival, within: Deadline) -> None:
-        self._trainer.member.group(within).announce(arrival)
+        self._member.group(within).announce(arrival)
 
     def check_connection(self) -> bool:
-        return self._trainer.member.connected
+        return self._member.connected
 
     def close(self) -> None:
-        self._trainer.member.close()
+        self._member.close()
 
     def _require_driver(self, what: str) -> None:
         if self._number is not None:
@@ -182,3 +301,68 @@ class ShardedTransport(StandaloneTransport):
                 expected="trainer rank 0; the others call update_weights or send_weights, and follow",
                 state="nothing was sent",
             )
+
+
+@final
+class _Sending:
+    """One trainer rank in one connection.
+
+    Args:
+        group: of this connection.
+        rank: in the trainer.
+        pool: of memory for messages.
+        joined, needs: on rank 0, the parameters for which workers joined, and what each of them needs.
+
+    Attributes:
+        agreement: of all members, from the first update on.
+        held: this rank's shards of each parameter, from `hold` to `send`.
+        handoffs: how many there were.
+    """
+
+    def __init__(
+        self, group: Group, rank: int, pool: BufferPool, joined: Params = (), needs: Sequence[Needs] = ()
+    ) -> None:
+        self.group, self.needs, self.handoffs = group, needs, 0
+        self.agreement: Agreement | None = None
+        self.held: Sequence[Sequence[Shard]] = ()
+        self._rank, self._pool, self._params = rank, pool, joined
+
+    def hold(self, source: WeightSource) -> Info:
+        """Take what this rank holds for an update.
+
+        Returns:
+            In the first update of a connection ``params`` and ``share``; in a later one the digest of the ``plan``,
+            None where this rank has declared something else, or workers have joined for something else.
+        """
+        joined, self._params = self._params, source.params()
+        self.held = [own for _, own in checked_shards(source.shards(), self._params)]
+        share = Blocks.of_blocks([shard.block for shard in own] for own in self.held)
+        if self.agreement is not None:
+            same = self.agreement.holds(self._rank, self._params, share)
+            return {"plan": self.agreement.plan(self._params).plan.digest if same else None}
+        if joined != self._params and any(needs.share for needs in self.needs):
+            return {"plan": None}
+        return {"params": [meta.to_json() for meta in self._params], "share": share.to_text()}
+
+    def agree(self, digest: str) -> None:
+        """Read what all members hold and need, and make the plan, on a rank other than 0."""
+        self.agreement = read_agreement(self.group, self._params)
+        self.agreement.plan(self._params, digest)
+
+    def send(self) -> int:
+        """Send this rank's part of the update; errors as `RoundSender.send`, and the same result."""
+        assert self.agreement is not None  # rank 0 orders "hold" and "agree" first
+        held, self.held = self.held, ()  # which refers to the trainer's memory
+        return RoundSender(self.agreement.plan(self._params), held, self.group, self._pool).send()
+
+
+def _first_difference(rank: int, own: Sequence[Any], rows: Sequence[Any]) -> ManifestError:
+    """Return the error that names the first parameter on which a trainer rank and rank 0 disagree."""
+    place, pair = next((place, pair) for place, pair in enumerate(zip_longest(own, rows)) if pair[0] != pair[1])
+    mine, other = ("nothing" if row is None else ParamMeta.from_json(row) for row in pair)
+    return ManifestError(
+        f"trainer rank {rank} has {other} as parameter {place}, and rank 0 has {mine}",
+        expected="the same parameters, in the same order, on every trainer rank",
+        state="nothing was sent; engines still serve their previous weights",
+        hint="give every rank the same model, and WeightSender the same mapper and dtype",
+    )

@@ -66,10 +66,9 @@ def disjoint(meta: ParamMeta, own: Mapping[Block, list[_Owner]]) -> dict[Block, 
     Raises:
         ManifestError: nobody holds some elements; names them.
     """
-    found: list[Block] = []
-    if overlap(own) is None:
-        found = [*own]
-    else:
+    apart = overlap(own) is None
+    found = [*own] if apart else []
+    if not apart:
         for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold these
             found += without([block], found)
     if sum(block.numel for block in found) < meta.numel:
@@ -80,6 +79,8 @@ def disjoint(meta: ParamMeta, own: Mapping[Block, list[_Owner]]) -> dict[Block, 
             state="nothing was sent",
             hint="check the blocks that the source's shards() yields on each trainer rank",
         )
+    if apart:
+        return dict(own)
     return {
         piece: [holder for block, holders in own.items() if block.contains(piece) for holder in holders]
         for piece in found
