@@ -69,7 +69,7 @@ class TestOnTheHost:
             before = len(os.listdir("/proc/self/fd"))
             with suppress(WeightSyncError):
                 HostHandle.from_json(worse_json(plain(segment.handle), draw)).attach().close()
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(os.listdir("/proc/self/fd")) <= before  # threads of other tests may still close theirs
 
 
 def attaches_as_nobody(handle):

@@ -10,6 +10,7 @@ import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -239,10 +240,8 @@ def test_a_setting_of_one_end_is_named_before_anything_forms(fabric, monkeypatch
     members = [place(port, "nccl") for _ in range(2)]
     own = members[1]._note
 
-    def note(*args):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NCCL_PROTO", "Simple")
-            return own(*args)
+    def note(*args):  # of a process of its own
+        return msgspec.structs.replace(own(*args), settings={"NCCL_PROTO": "Simple"})
 
     monkeypatch.setattr(members[1], "_note", note)
     for failed in beside(lambda: meet(members[0], 0), lambda: meet(members[1], 1)):
