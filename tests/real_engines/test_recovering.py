@@ -137,7 +137,7 @@ def test_unreachable_master_fails_join_while_server_serves(served, tmp_path):
     transport = tx.make_transport("collective", timeout_s=5)
     offer = transport.open(1, params, Deadline(5)).info
     offer = {key: free_port() if key.endswith("_port") else value for key, value in offer.items()}
-    info = {**offer, "transport": "collective", "params": [meta.to_json() for meta in params], "world_size": 2}
+    info = {"transport": "collective", "params": [meta.to_json() for meta in params], "world_size": 2, "offer": offer}
     engine = tx.make_engine(served.kind, url=served.url, load_timeout_s=60)
 
     def joining():
