@@ -13,6 +13,7 @@ EXTRAS = {
     "torchrl_ext.engines.sglang": "sglang",
     "torchrl_ext.engines.vllm": "vllm",
     "torchrl_ext.testing.engine": "testing",
+    "torchrl_ext.testing.stateful": "testing",
     "torchrl_ext.testing.transports": "testing",
 }
 """Modules, and packages with all of theirs, by the extra or the package that they need."""

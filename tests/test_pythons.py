@@ -98,6 +98,8 @@ EXTRAS = [
     "hydra",
     "ray",
     "matplotlib",
+    "pytest",
+    "hypothesis",
 ]
 """Packages that an engine's environment may lack, and those that only extras bring."""
 

@@ -5,7 +5,7 @@
 
 Here belongs what judges the code of others. Fakes and helpers of our own tests are in ``tests/``.
 
-The suites need pytest: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
+The suites need pytest and hypothesis: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
 """
 
 import importlib
