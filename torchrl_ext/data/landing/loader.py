@@ -336,16 +336,19 @@ class TensorsLoader(WeightLoader, Patchable):
             if sent is None:
                 once = self._target.sent()
                 sent = frozenset(name for name, own in spelled.source_of.items() if own in once)
-            self._patcher = Patcher(identity({name: one for name, one in spelled.places.items() if name in sent}))
+            places = {name: one for name, one in spelled.places.items() if name in sent and not is_distributed(one)}
+            self._patcher = Patcher(identity(places))
             self._spelling = spelled
         return self._patcher
 
     def digests(self) -> dict[str, str]:
-        spelled, firsts = self._spelled(), dict[Any, str]()  # tied tensors are read once
+        patches, spelled, firsts = self._patches(), self._spelled(), dict[Any, str]()  # tied tensors are read once
         named = {name: one for name, one in spelled.places.items() if self._named is None or name in self._named}
         first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
-        read = ((name, full(named[name])) for name in firsts.values())
-        found = digests_of(chain(read, spelled.assembled(self._named)))
+        plain = [name for name in firsts.values() if name in patches.pieces]  # `stage` need not read them again
+        read = ((name, full(named[name])) for name in firsts.values() if name not in patches.pieces)
+        found = patches.digests_of_memory(plain)
+        found |= digests_of(chain(read, spelled.assembled(self._named)))
         return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
