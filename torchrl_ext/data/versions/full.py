@@ -31,6 +31,7 @@ from torchrl_ext.data.weights.source import WeightSource, checked
 __all__ = ["FullWriter", "PublishedVersion", "write_shards"]
 
 _BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
+_SYNCED = 8  # batches that are handed to the device at once
 _BUFFER_BYTES = 128 << 10  # of a file
 _SMALL_BYTES = 16 << 10  # of a tensor: smaller ones are copied together, as a view of each would cost more
 _INDEX = "model.safetensors.index.json"
@@ -68,8 +69,10 @@ def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[
             file.write(shard.header)
             written = writer.submit(file.flush)
             coming = ((meta, tensor.cpu()) for meta, tensor in islice(pairs, len(shard.params)))
-            for batch in _batches(coming, lambda pair: pair[1].nbytes):
+            for number, batch in enumerate(_batches(coming, lambda pair: pair[1].nbytes), 1):
                 written.result()
+                if number % _SYNCED == 0:  # the device begins while later tensors are still copied
+                    synced.append(syncer.submit(os.fdatasync, file.fileno()))
                 written = writer.submit(_write_batch, file, shard.offsets, batch, checksums)
                 del batch  # the writer alone holds on to it
             written.result()
