@@ -103,6 +103,8 @@ def main() -> None:
         tensors = {name: tensor.clone() for name, tensor in source}
         loader = EngineLoader(VLLMModel(model, config))
         loader.check([ParamMeta.of(name, tensor) for name, tensor in tensors.items()])
+        loader.compare_start()
+        assert all(map(loader.patchable, tensors)), "the model holds tensors in another form: nothing would be measured"
         found = _measure(model, loader, tensors, asked["repeats"])
         reloads = [seconds(partial(_reload, loader, source)) for _ in range(asked["repeats"] + 1)][1:]
     print(json.dumps({**found, "reload_s": statistics.median(reloads)}), flush=True)
