@@ -63,7 +63,8 @@ setup(
         "safetensors>=0.4",
         "zstandard>=0.22",
         "xxhash>=3.4",
-        "msgspec>=0.19",  # messages between processes are frozen structs, checked as they are read
+        "msgspec>=0.23",  # messages between processes are frozen structs, checked as they are read; before, two threads
+        # that read one for the first time ended the process
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "aiohttp>=3.11",
         "yarl>=1.17",

@@ -15,7 +15,6 @@ from tests import beside
 from tests.processes import ROOT, python
 
 PACKAGE = ROOT / "torchrl_ext"
-READS = ("msgspec.convert", "msgspec.json.decode", "msgspec.msgpack.decode")
 BELOW_SYNC = {"base", "data", "control"}
 ROOMS = {  # room: its floor, the rooms that it may import, the third parties that only rooms naming them may import
     "base": (1, set(), {"matplotlib"}),
@@ -236,17 +235,6 @@ def test_the_top_level_of_the_repository_holds_nothing_else():
         pytest.skip("not a git checkout")
     top = {Path(name).parts[0] for name in listed.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} <= expected
-
-
-def test_structs_are_read_by_types_that_are_described_first():
-    """Two threads that have msgspec read a struct for the first time end the process (`types.described`)."""
-    kinds = []
-    for path in modules():
-        for call in ast.walk(tree_of(path)):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in READS:
-                kind = [word.value for word in call.keywords if word.arg == "type"] or call.args[1:]
-                kinds += [ast.unparse(one) for one in kind[:1]]
-    assert len(kinds) > 9 and not [kind for kind in kinds if not kind.startswith("described(") and kind != "bytes"]
 
 
 if __name__ == "__main__":

@@ -2,15 +2,10 @@
 
 import json
 import math
-import os
 import pickle
 import re
-import signal
 import sys
-import threading
-import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -22,12 +17,11 @@ from hypothesis import strategies as st
 
 import torchrl_ext
 from tests.hostile import HOSTILE, refused_or_right, worse_json
-from tests.processes import calling, python
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
 from torchrl_ext.base.routes import ANSWERS, Flush, answers_in, escaped, merged, unescaped
-from torchrl_ext.base.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, _describing, decoded
+from torchrl_ext.base.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire
 from torchrl_ext.rl.collectors.worker_end import Keep
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
@@ -236,61 +230,3 @@ def test_messages_are_pickled_without_a_search_of_modules(monkeypatch):
     monkeypatch.setattr(sys, "modules", {"lazy_module": Lazy("lazy_module"), **sys.modules})
     for message in (Start(connection="a"), Load(version=1, handoff={"path": "/a"}), Inspect()):
         assert pickle.loads(pickle.dumps(message)) == message
-
-
-STRUCTS = """
-class Inner(msgspec.Struct, frozen=True):
-    x: "tuple[int, int]"
-    y: "dict[str, tuple[int, ...]]"
-
-
-class Outer(msgspec.Struct, frozen=True):
-    inner: "dict[str, tuple[Inner, ...]]"
-    number: "int | None" = None
-"""
-
-
-def read_new_structs_in_threads():
-    sys.setswitchinterval(1e-6)
-    for number in range(30):  # without the lock, the first or the second one ends the process
-        made = types.ModuleType(f"made_{number}")
-        made.msgspec = msgspec
-        sys.modules[made.__name__] = made
-        exec(STRUCTS, vars(made))
-        value = {"inner": {"a": [{"x": [1, 2], "y": {"b": [3]}}]}, "number": 4}
-        together = threading.Barrier(4)
-
-        def first(kind=made.Outer, value=value, together=together):
-            together.wait()
-            return decoded(value, kind, "a value").number
-
-        with ThreadPoolExecutor(4) as pool:
-            assert [read.result() for read in [pool.submit(first) for _ in range(4)]] == [4] * 4
-
-
-def test_threads_that_read_a_struct_first_do_not_end_the_process():
-    """msgspec 0.22 ends the process with a segmentation fault where a thread reads what another one describes."""
-    python(calling(read_new_structs_in_threads))
-
-
-def read_a_new_struct_in_a_child():
-    held = threading.Event()
-
-    def describe():
-        with _describing:
-            held.set()
-            time.sleep(0.2)  # a child that is forked before the fork waited for it finds the lock held for good
-
-    thread = threading.Thread(target=describe)
-    thread.start()
-    held.wait()
-    if not (child := os.fork()):
-        signal.alarm(20)
-        os._exit(decoded({"n": 0}, msgspec.defstruct("New", [("n", int)]), "a value").n)
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_forked_child_reads_structs_despite_the_parents_lock():
-    """A child reads a new struct even if its parent was describing a struct when it forked."""
-    python(calling(read_a_new_struct_in_a_child))

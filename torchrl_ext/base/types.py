@@ -6,9 +6,7 @@ import contextlib
 import functools
 import ipaddress
 import math
-import os
 import reprlib
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -103,27 +101,9 @@ def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] =
         WeightSyncError: an ``error`` that gives the path of the invalid field and its bound.
     """
     try:
-        return msgspec.convert(value, described(kind), dec_hook=decode_dtype)
+        return msgspec.convert(value, kind, dec_hook=decode_dtype)
     except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: a lone surrogate in a key
         raise error(f"{what} is malformed: {f'{cause}':.400}", state="unchanged") from None
-
-
-_described: set[Any] = set()
-_describing = threading.RLock()  # a finalizer may read at any time, also while it is held
-os.register_at_fork(before=_describing.acquire, after_in_parent=_describing.release, after_in_child=_describing.release)
-
-
-def described(kind: type[T]) -> type[T]:
-    """Return ``kind``, which any number of threads can have msgspec read from here on.
-
-    msgspec describes a struct when it first reads one, and another thread that reads it meanwhile ends the process
-    (seen with 0.22: a null pointer in ``_core``).
-    """
-    if kind not in _described:
-        with _describing:
-            msgspec.json.Decoder(kind, dec_hook=decode_dtype)
-            _described.add(kind)
-    return kind
 
 
 def decode_dtype(kind: type, value: Any) -> Any:

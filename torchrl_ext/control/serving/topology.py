@@ -34,7 +34,7 @@ from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.devices import visible_devices
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.base.types import EngineInfo, described
+from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.serving.processes import GuardedProcess
 from torchrl_ext.control.serving.routing import Routing
@@ -143,7 +143,7 @@ class Topology:
             ConfigError: the content cannot work.
         """
         try:
-            ((kind, rows),) = msgspec.convert(content, described(_Models)).items()
+            ((kind, rows),) = msgspec.convert(content, _Models).items()
         except msgspec.ValidationError as error:
             raise ConfigError(f"the models cannot be read: {error}", hint="docs/operations.md lists the keys") from None
         engines.part(kind, "server")  # raises for a kind without a server, and lists those with one

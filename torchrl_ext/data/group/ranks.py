@@ -24,7 +24,7 @@ import torch
 from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline, one_at_a_time
 from torchrl_ext.base.errors import ConcurrentUpdateError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.base.types import Info, described
+from torchrl_ext.base.types import Info
 from torchrl_ext.data.weights.gather import Ranks
 
 __all__ = ["RankStep", "RankStore", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
@@ -146,7 +146,7 @@ class _Notes:
         return b"".join([text, *(self._call("get", f"{key}/{number}") for number in range(1, int(count)))])
 
     def read(self, key: str, kind: type[Message]) -> Message:
-        return msgspec.json.decode(self.get(key), type=described(kind))
+        return msgspec.json.decode(self.get(key), type=kind)
 
     def remove(self, keys: list[str]) -> None:
         with suppress(RuntimeError):  # some stores remove nothing

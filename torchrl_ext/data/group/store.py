@@ -45,7 +45,6 @@ import msgspec
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.base.types import described
 from torchrl_ext.data.group.calls import in_time
 
 __all__ = [
@@ -150,7 +149,7 @@ class Channel:
                     return None
             self._limit(socket.SO_RCVTIMEO, _LONGEST_S if within is None else max(_SLICE_S, within.left_s))
             data = self._connection.recv_bytes(self.longest_bytes)
-            return msgspec.json.decode(data, type=described(kind))
+            return msgspec.json.decode(data, type=kind)
         except EOFError as error:
             raise self._gone("it closed the connection, or ended") from error
         except (msgspec.MsgspecError, UnicodeError, RecursionError):

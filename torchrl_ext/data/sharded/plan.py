@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
-from torchrl_ext.base.types import Count, ParamMeta, Params, Wire, described, dtype_name
+from torchrl_ext.base.types import Count, ParamMeta, Params, Wire, dtype_name
 from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.view import Block, overlap
 
@@ -97,7 +97,7 @@ class Blocks(msgspec.Struct, frozen=True):
         """
         try:
             data = zlib.decompressobj().decompress(msgspec.convert(text, bytes), _MOST_BYTES)
-            share = msgspec.msgpack.decode(data, type=described(cls))
+            share = msgspec.msgpack.decode(data, type=cls)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise TransportError(
                 f"{who} sent a share that cannot be read: {error!s:.200}",

@@ -26,7 +26,6 @@ from torchrl_ext.base.types import (
     Text,
     Wire,
     decode_dtype,
-    described,
     dtype_name,
 )  # fmt: skip
 from torchrl_ext.data.deltas.table import PARAMETERS, ParamTable
@@ -288,7 +287,7 @@ class Manifest:
             parts = text.count(b",") + text.count(b"[") + text.count(b"{")
             if len(text) > LARGEST or parts > min(len(text) // 4 + 1000, 16 * PARAMETERS):
                 raise ValueError(f"it has {parts:,} parts in {len(text):,} bytes, which no manifest has")
-            head = msgspec.json.decode(text, type=described(_Format))
+            head = msgspec.json.decode(text, type=_Format)
             if (head.format, head.format_number) != (_FORMAT, _NUMBER):
                 raise IntegrityError(
                     f"{where} is format {head.format!r} number {head.format_number}",
@@ -298,7 +297,7 @@ class Manifest:
             body = text[: -len(END) - 30]  # 32 digits in the place of two
             if text[len(body) :] != END % xxhash.xxh3_128_hexdigest(body).encode():
                 raise ValueError("its content does not match its checksum")
-            return cls._of(msgspec.json.decode(text, type=described(_Document)))
+            return cls._of(msgspec.json.decode(text, type=_Document))
         except _DAMAGE as error:
             raise IntegrityError(
                 f"{where} is damaged: {error}",
@@ -354,7 +353,7 @@ def _unpacked(data: bytes) -> bytes:
 
 @lru_cache(maxsize=2)  # mostly those of the version before
 def _params(params: bytes) -> tuple[ParamMeta, ...]:
-    metas = msgspec.json.decode(params, type=described(tuple[ParamMeta, ...]), dec_hook=decode_dtype)
+    metas = msgspec.json.decode(params, type=tuple[ParamMeta, ...], dec_hook=decode_dtype)
     if len({meta.name for meta in metas}) < len(metas):
         raise ValueError("a parameter is listed twice")
     return metas
@@ -362,7 +361,7 @@ def _params(params: bytes) -> tuple[ParamMeta, ...]:
 
 @lru_cache(maxsize=2)
 def _table(params: bytes, streams: bytes) -> ParamTable:
-    return ParamTable.of(_params(params), msgspec.json.decode(streams, type=described(list[list[int]])))
+    return ParamTable.of(_params(params), msgspec.json.decode(streams, type=list[list[int]]))
 
 
 def _digests(data: bytes, count: int) -> np.ndarray:

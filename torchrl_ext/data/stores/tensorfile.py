@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError, WeightSyncError
 from torchrl_ext.base.files import LocalFile, OpenFile
-from torchrl_ext.base.types import Count, ParamMeta, Shape, Wire, described
+from torchrl_ext.base.types import Count, ParamMeta, Shape, Wire
 from torchrl_ext.data.weights.digests import byte_view
 
 __all__ = ["CHUNK_BYTES", "FORMAT_NAMES", "HEADER_DAMAGE", "Layout", "TensorFile", "parse_header", "plan_shards"]
@@ -254,9 +254,9 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
     Raises:
         ValueError: or another one of `HEADER_DAMAGE`; not every reader would understand the file alike.
     """
-    raw = msgspec.json.decode(text, type=described(dict[str, msgspec.Raw]))
-    metadata = msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=described(dict[str, str]))
-    entries, decode = dict[str, tuple[ParamMeta, int]](), msgspec.json.Decoder(described(_Row)).decode
+    raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    metadata = msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=dict[str, str])
+    entries, decode = dict[str, tuple[ParamMeta, int]](), msgspec.json.Decoder(_Row).decode
     for name, text_of in raw.items():
         try:
             row = decode(text_of)
