@@ -59,6 +59,7 @@ class Engine:
                 first = rank * 10 // world
                 held = tensor[first : min(9, first + 10 // world)]
                 params["embed"][: held.shape[0]].copy_(held)
+                params["embed"][held.shape[0] :].fill_(0)
             elif name.startswith("expert"):
                 params["experts"][int(name[-1])].copy_(tensor)
             else:

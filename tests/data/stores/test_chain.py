@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from tests.data.stores.test_manifest import both
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.registry import encodings
-from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
-from torchrl_ext.data.stores.manifest import BLOCKS, DIGEST, DeltaManifest, Manifest, version_name
+from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import MemoryStore
 from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.owned import Owned
 from torchrl_ext.data.versions.writer import ChainWriter
 from torchrl_ext.data.weights.source import MappingSource
 
+EMPTY = both(0)
+
 
 def delta(version, base=None, run="r", base_run="r", nbytes=10):
-    return DeltaManifest(
-        version=version,
-        base_version=version - 1 if base is None else base,
-        run_id=run,
-        base_run_id=base_run,
-        container=BLOCKS,
-        codecs=(),
-        files={"delta-00001.bin": nbytes},
-        table=ParamTable.of(()),
-        changed=np.empty(0, DIGEST),
-        digests=np.empty((0, 2), DIGEST),
-    )
+    base, files = version - 1 if base is None else base, {"delta-00001.bin": nbytes}
+    changed = {"version": version, "base_version": base, "run_id": run, "base_run_id": base_run, "files": files}
+    return replace(EMPTY.delta, **changed)
 
 
 def document(version, run="r", full=False, delta=None):
     """The manifest of a version: a full one of 1000 bytes, a delta, or both."""
     files = {**({"model.safetensors": 1000} if full else {}), **(delta.files if delta else {})}
-    own = Manifest(version=version, run_id=run, params=(), files=files, full=() if full else None, delta=delta)
-    return own.to_bytes()
+    found = replace(EMPTY, version=version, run_id=run, files=files, full=() if full else None, delta=delta)
+    return found.to_bytes()
 
 
 class Chains(RuleBasedStateMachine):

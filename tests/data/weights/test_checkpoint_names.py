@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 import torchrl_ext as tx
+from tests.data.transports.chains import same
 from tests.models import CONVERTED, converted_model, tiny_model
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
@@ -30,14 +31,6 @@ def saved(model, folder):
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
-
-
-def same(left, right):
-    """True; an assertion names what differs."""
-    assert set(left) == set(right), set(left) ^ set(right)
-    for name, tensor in right.items():
-        assert same_bits(left[name], tensor), name
-    return True
 
 
 def own(model):

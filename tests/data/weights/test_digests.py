@@ -17,7 +17,7 @@ def test_digest_keys_are_nonzero_and_distinct_under_shifts():
         assert row.size == 2048 and row.all() and np.unique(shifted).size == shifted.size
 
 
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.float32))
 def test_signs_rows_columns_shifts_and_zeros_are_seen(dtype):
     """Regular errors, of which a sum of products could miss some: all differences are alike or end with zeros."""
     size = 4 * 4096

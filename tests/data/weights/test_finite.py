@@ -10,27 +10,16 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from tests.data.weights.ranks import Passing
 from tests.lag.device import waits
 from torchrl_ext.base.errors import ManifestError, UpdateError
 from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.blocks import Block, Shard
-from torchrl_ext.data.weights.source import FiniteCheck, MappingSource, ModuleSource, WeightSource, checked
+from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.source import FiniteCheck, MappingSource, checked
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
-
-
-class Gathered(WeightSource):
-    """Weights that exist only as they pass, as those of a sharded trainer."""
-
-    def __init__(self, model):
-        self._own = ModuleSource(model)
-
-    def params(self):
-        return self._own.params()
-
-    def __iter__(self):
-        return iter(self._own)
 
 
 def spoilt(value=float("nan")):
@@ -45,7 +34,7 @@ def test_a_refusal_leaves_the_engine_as_it_is(gathered):
     served, policy, transport = spoilt(0.0), spoilt(float("-inf")), tx.MemoryTransport()
     sender = tx.WeightSender(transport, InProcessEngine(served))
     with pytest.raises(UpdateError if gathered else ManifestError, match=r"infinity in '1\.weight'"):
-        sender.update_weights(Gathered(policy) if gathered else policy)
+        sender.update_weights(Passing(as_source(policy)) if gathered else policy)
     assert served[1].weight.isfinite().all()
     assert gathered or transport.latest_version() == 0  # refused before anything began
     assert sender.update_weights(spoilt(2.0)).verified
@@ -57,7 +46,7 @@ def test_a_refusal_leaves_the_engine_as_it_is(gathered):
 def test_a_sender_that_does_not_look_sends_them(gathered):
     served, policy = spoilt(0.0), spoilt()
     sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), finite=False)
-    assert sender.update_weights(Gathered(policy) if gathered else policy).verified
+    assert sender.update_weights(Passing(as_source(policy)) if gathered else policy).verified
     assert served[1].weight.isnan().sum() == 1
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -38,15 +36,6 @@ def test_a_module_gives_parameters_then_persistent_buffers():
     model = nn.Sequential(Buffered(), nn.Linear(2, 2))
     assert names(model) == ["0.weight", "1.weight", "1.bias", "0.kept"]
     assert set(names(model)) == set(model.state_dict())
-
-
-def test_a_source_keeps_no_module_alive():
-    model = nn.Linear(2, 2)
-    source, reference = as_source(model), weakref.ref(model)
-    assert len(dict(source)) == 2
-    del source, model
-    gc.collect()
-    assert reference() is None
 
 
 def test_tied_tensors_travel_once_under_the_modules_name():
