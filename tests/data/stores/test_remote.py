@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 import torchrl_ext as tx
@@ -160,7 +159,7 @@ class Turns:
 
     def _life(self, me, writer):
         assert self.gates[me].acquire(timeout=WAIT_S)
-        WRITER.turns, WRITER.me, WRITER.dead, WRITER.reading = self, me, False, False
+        WRITER.me, WRITER.dead = me, False
         try:
             writer()
         except Killed:
@@ -172,8 +171,6 @@ class Turns:
 
     def step(self, request):
         """One request: perhaps others go first, perhaps it fails before or after it took effect, or its writer dies."""
-        if WRITER.reading:
-            return request()
         if WRITER.dead:
             raise Killed
         to = self.random.choice(self.running)
@@ -197,34 +194,15 @@ class Turns:
         return result
 
 
-class Shaken(MemoryFileSystem):
-    """Objects in memory; every request is a step of its writer."""
+class Shaken:
+    """A filesystem in memory; every request is a step of its writer."""
 
-    protocol, cachable = "shaken", False
+    def __init__(self, turns):
+        self.turns, self.within = turns, MemoryFileSystem(skip_instance_cache=True)
+        self.within.store, self.within.pseudo_dirs = turns.objects, []
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.turns = WRITER.turns
-        self.store, self.pseudo_dirs = self.turns.objects, []
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return MemoryFileSystem._strip_protocol(path.removeprefix("shaken://"))
-
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        return self.turns.step(lambda: MemoryFileSystem.pipe_file(self, path, value, mode=mode))
-
-    def cat_file(self, path, start=None, end=None, **kwargs):
-        return self.turns.step(lambda: MemoryFileSystem.cat_file(self, path, start, end))
-
-    def ls(self, path, detail=True, **kwargs):
-        return self.turns.step(lambda: MemoryFileSystem.ls(self, path, detail=detail))
-
-    def rm_file(self, path):
-        return self.turns.step(lambda: MemoryFileSystem._rm(self, path))
-
-
-register_implementation("shaken", Shaken)
+    def __getattr__(self, name):
+        return lambda *given, **how: self.turns.step(lambda: getattr(self.within, name)(*given, **how))
 
 
 class Bucket:
@@ -252,11 +230,16 @@ class Bucket:
         assert newest >= self.newest, f"readers went back from {self.newest} to {newest}"
         self.newest = newest
 
+    def chain(self):
+        store = RemoteStore("memory://root")
+        store._fs = Shaken(self.turns)
+        return Chain(store, uuid.uuid4().hex)
+
     def write(self):
         """A trainer that begins anew whenever it has lost the root, twice at most."""
         for _ in range(2):
             with suppress(WeightSyncError):
-                chain = Chain(RemoteStore("shaken://root"), uuid.uuid4().hex)
+                chain = self.chain()
                 for _ in range(2):
                     self.publish(chain)
 
@@ -280,7 +263,7 @@ class Bucket:
         """One more trainer, alone: whatever the two left, its version is the newest, by the pointer too."""
 
         def write():
-            chain = Chain(RemoteStore("shaken://root"), uuid.uuid4().hex)
+            chain = self.chain()
             self.publish(chain)
             heads.append(chain.head())
 
