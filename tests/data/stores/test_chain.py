@@ -174,15 +174,8 @@ def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
     store = Counting(tmp_path / "root")
     store.own()
     chain, own = Chain(store), {"w": torch.zeros(20)}
-    writer = ChainWriter(
-        store,
-        chain,
-        "r",
-        Owned(encodings.make("ulp"), FullWriter(1 << 20)),
-        keyframe_every=3,
-        base=None,
-        keep_files=False,
-    )
+    owner, settings = Owned(encodings.make("ulp"), FullWriter(1 << 20)), {"base": None, "keep_files": False}
+    writer = ChainWriter(store, chain, "r", owner, keyframe_every=3, **settings)
     for version in range(1, 9):
         own["w"][version] += 1
         writer.publish(MappingSource(own), version)
