@@ -112,17 +112,19 @@ def test_damaged_or_collected_delta_names_a_tensor(chain):
     assert same(dict(reader.tensors(reader.open(4), {})), history[4])
 
 
-def test_reader_of_removed_versions_takes_the_newest_keyframe(chain, monkeypatch):
+@pytest.mark.parametrize("at", [2, 3, 15, 20], ids=["the manifest", "one on the way", "the keyframe", "a payload"])
+def test_reader_of_removed_versions_takes_the_newest_keyframe(chain, monkeypatch, at):
+    """They are removed as it opens this."""
     _, store, history = chain
-    reads, newest = [], {name: tensor + 1 for name, tensor in history[VERSIONS].items()}
+    opened, newest = [], {name: tensor + 1 for name, tensor in history[VERSIONS].items()}
 
-    def overtaken(self, key, spans, ranges=LocalStore.ranges):
-        reads.append(key)
-        if len(reads) == 5:
+    def overtaken(self, key, open_key=LocalStore.open):
+        opened.append(key)
+        if len(opened) == at:
             DeltaTransport(store.root).send_weights("policy", newest)
-        return ranges(self, key, spans)
+        return open_key(self, key)
 
-    monkeypatch.setattr(LocalStore, "ranges", overtaken)
+    monkeypatch.setattr(LocalStore, "open", overtaken)
     reader = DeltaTransport(store.root)
     assert same(reader.receive_weights(5.0), newest)
     assert reader.received_version == VERSIONS + 1 and Chain(store).numbers() == [VERSIONS + 1]

@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torchrl_ext as tx
 from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.derived import MappedSource, as_mapper, as_source
 from torchrl_ext.data.weights.digests import byte_view, position_digest
@@ -122,7 +123,9 @@ def test_what_no_memory_holds_is_refused_by_name(made, said):
     module["net"].register_buffer("weight", made())
     for weights in ({"net": {"weight": made()}}, module):
         with pytest.raises(ManifestError, match=rf"'net\.weight'.*{said}"):
-            tx.MemoryTransport().send_weights(weights)
+            dict(as_source(weights))
+        with pytest.raises(ManifestError, match=r"net\.weight"):
+            UpdateSource(as_source(weights))
 
 
 @pytest.mark.parametrize(
