@@ -73,8 +73,7 @@ class Raw(WeightSource):
 
 
 def test_lazy_negatives_of_a_foreign_source_arrive_as_changes(tmp_path):
-    real = torch.randn(4)
-    weights = {"real": real, "negative": torch._neg_view(real), "large": torch._neg_view(torch.randn(1 << 15))}
+    weights = {name: torch._neg_view(torch.randn(size)) for name, size in (("small", 4), ("large", 1 << 15))}
     held = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
     with tx.WeightSender(tx.DeltaTransport(tmp_path), tx.make_engine("inprocess", engine=held)) as sender:
         for _ in range(2):
@@ -128,16 +127,6 @@ def test_what_no_memory_holds_is_refused_by_name(made, said):
             UpdateSource(as_source(weights))
 
 
-@pytest.mark.parametrize(
-    ("weights", "said"),
-    [(stacked(2, 3), r"'net\.weight'.*lazy stack"), (TensorDict({"a": torch.zeros(2), "b": "text"}, []), "'b'")],
-)
-def test_leaves_of_a_tensordict_that_are_no_tensors_are_named(weights, said):
-    with pytest.raises(ManifestError, match=said):
-        as_source(weights).params()
-    assert names(stacked(2, 2)) == ["net.weight"]
-
-
 def test_a_warning_names_the_modules_whose_extra_state_stays(caplog):
     class Scaled(nn.Linear):
         def get_extra_state(self):
@@ -147,7 +136,7 @@ def test_a_warning_names_the_modules_whose_extra_state_stays(caplog):
     for model, modules in ((policy, "1, 2.0"), (Scaled(2, 2), "the model"), (nn.Linear(2, 2), None)):
         caplog.clear()
         for _ in range(2):
-            tx.MemoryTransport().send_weights(model)
+            as_source(model)
         told = [row.getMessage() for row in caplog.records if "get_extra_state" in row.getMessage()]
         assert [f" {modules} " in line for line in told] == [True] * (modules is not None)
 
@@ -156,6 +145,7 @@ def test_a_tensordict_has_one_order_whatever_its_own():
     tensors = {"b": torch.zeros(1), "a": {"y": torch.zeros(2), "x": torch.zeros(3)}}
     backwards = {"a": {"x": torch.zeros(3), "y": torch.zeros(2)}, "b": torch.zeros(1)}
     assert names(TensorDict(tensors, [])) == names(TensorDict(backwards, [])) == names(tensors) == ["a.x", "a.y", "b"]
+    assert names(stacked(2, 2)) == ["net.weight"]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +153,8 @@ def test_a_tensordict_has_one_order_whatever_its_own():
     [
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, ManifestError, r"'a\.b'"),
         ({"a": {"b": 3}}, ManifestError, r"'a\.b' is a int"),
+        (stacked(2, 3), ManifestError, r"'net\.weight'.*lazy stack"),
+        (TensorDict({"a": torch.zeros(2), "b": "text"}, []), ManifestError, "'b'"),
         *((weights, ConfigError, "no weights") for weights in (None, 3, [torch.zeros(1)], torch.zeros(1))),
     ],
 )
