@@ -67,7 +67,7 @@ def placed(table, tensors):
 
 @given(model=models(), block=st.sampled_from([7, 64, 1 << 20]), staged=st.sampled_from([3, 100, 1 << 14]))
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_streams_list_each_change_once_and_copies_and_digests_follow(way, model, block, staged):
+def test_streams_list_each_change_once_and_copies_follow(way, model, block, staged):
     (kernels, device), (old, new) = way, model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "kernels_on", lambda where: kernels if where == device else kernels_on(where))

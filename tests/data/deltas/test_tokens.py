@@ -28,7 +28,7 @@ def blocks(draw):
 
 @settings(max_examples=150)
 @given(blocks())
-def test_changes_round_trip_and_what_exceeds_its_place_is_refused(block):
+def test_changes_round_trip_and_none_exceeds_its_place(block):
     nbits, positions, steps = block
     data = encode(positions, steps, nbits)
     found, moved = decode(data, positions.size, SPAN, nbits)

@@ -132,7 +132,7 @@ def test_versions_are_sorted_and_the_pointer_moves_forward_only(tmp_path):
 
 
 @pytest.mark.parametrize("pointer", [b"", b"1732789123456789013\n", b"-1", b"1.5", b"weight_v000001"])
-def test_a_pointer_that_can_name_no_version_is_none_or_told(pointer):
+def test_a_pointer_that_names_no_version_is_none_or_refused(pointer):
     chain = Chain(MemoryStore(), "r")
     chain.store.put("latest", pointer)
     if pointer.strip().isdigit() or not pointer:  # as somebody copies the root

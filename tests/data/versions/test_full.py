@@ -1,4 +1,4 @@
-"""`DiskTransport` as its readers see it: visibility, new versions, and damage, which is told and lands nowhere."""
+"""`DiskTransport` as its readers see it: visibility, and damage, which is named and lands nowhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_ext.testing import WAIT_S
 root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
 
 
-def test_a_root_that_only_the_trainer_sees_is_told_with_its_path(root, tmp_path):
+def test_a_root_that_only_the_trainer_sees_is_named_with_its_path(root, tmp_path):
     (tmp_path / "empty").mkdir()
     for other in (tmp_path / "nowhere", tmp_path / "empty"):
         with pytest.raises(StoreError, match="only the trainer sees") as told:
