@@ -44,7 +44,7 @@ def value(number):
 
 
 @BOTH
-def test_readers_see_whole_versions_alone_at_every_step(url, monkeypatch):
+def test_readers_see_only_whole_versions_at_every_step(url, monkeypatch):
     create, seen, sent = RemoteStore.create, [], []
 
     def looked(self, key, data):
