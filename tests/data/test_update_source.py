@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
+from tests.data.weights.ranks import Passing
 from tests.lag.device import waits
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.landing.loader import TensorsLoader
@@ -18,7 +19,7 @@ from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.versions.writer import ChainWriter
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import digests_of
-from torchrl_ext.data.weights.source import MappingSource, WeightSource
+from torchrl_ext.data.weights.source import MappingSource
 
 
 def tensors():
@@ -31,20 +32,7 @@ def digests(own):
     return {name: one.hex() for name, one in digests_of(own).items()}
 
 
-class Gathered(WeightSource):
-    """Makes each tensor when it is asked for."""
-
-    def __init__(self, held):
-        self._source = as_source(held)
-
-    def params(self):
-        return self._source.params()
-
-    def __iter__(self):
-        return ((name, tensor ^ 1 if tensor.dtype is torch.uint8 else -tensor) for name, tensor in self._source)
-
-
-@pytest.mark.parametrize("make", [as_source, Gathered], ids=["held", "gathered"])
+@pytest.mark.parametrize("make", [as_source, lambda held: Passing(as_source(held))], ids=["held", "gathered"])
 def test_digests_of_an_update_are_waited_for_once(make, lag):
     own = tensors()
     expected = digests(make(own))
@@ -69,7 +57,7 @@ def test_what_is_held_is_digested_before_it_is_sent():
     assert source.digests == digests(own)
     source.digest(False)
     assert not source.digests
-    source = UpdateSource(Gathered(own))
+    source = UpdateSource(Passing(as_source(own)))
     source.digest(True)
     assert not source.digests
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable
 
 METAS = [ParamMeta("a", torch.float32, (4, 6)), ParamMeta("b", torch.bfloat16, (5,)), ParamMeta("c", torch.float32, ())]
@@ -33,11 +31,6 @@ def test_table_has_a_stream_per_dtype_or_the_given_streams():
 def test_streams_that_cannot_be_are_refused(streams):
     with pytest.raises(ManifestError):
         ParamTable.of(METAS, streams)
-
-
-def test_a_patch_says_where_units_are_in_each_parameter():
-    patch = StreamPatch(ParamTable.of(METAS), 0, 20, 5, np.array([1, 3, 4]), np.zeros(3, np.uint32), False)
-    assert [(own.meta.name, own.positions.tolist()) for own in patch.split()] == [("a", [21, 23]), ("c", [0])]
 
 
 @given(st.integers(0, 24), st.integers(0, 25))

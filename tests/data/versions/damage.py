@@ -1,7 +1,6 @@
-"""Deltas made worse.
+"""Deltas made worse: each is refused with an error of ours, or read as what was published, in bounded memory.
 
-Each is refused with an error of ours, or read as what was published, in bounded memory. Checksums are made anew, so
-that what is behind them is reached too.
+Checksums are made anew, so that what is behind them is reached too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torchrl_ext.base.errors import ManifestError, WeightSyncError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.deltas import streams
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.manifest import END, MANIFEST, DeltaManifest, Manifest, version_name
+from torchrl_ext.data.stores.manifest import END, MANIFEST, Manifest, version_name
 from torchrl_ext.data.stores.store import MemoryStore
 from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.open_route import OpenRoute
@@ -33,14 +32,13 @@ from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits, same_bits
 
-Tensors = dict[str, torch.Tensor]
 KINDS = ("ulp", "context", "bitmap")
 MOST_BYTES = 256 << 20
 FOLDER = version_name(2)
 COLUMNS = ("changed", "digests", "base_digests", "blocks")
 
 
-def model(new: bool) -> Tensors:
+def model(new):
     found = {
         "a": any_bits(torch.bfloat16, 30, 50),
         "b": any_bits(torch.float32, 300),
@@ -60,22 +58,16 @@ OLD, NEW = model(False), model(True)
 
 
 class Published:
-    """A delta, its files in memory.
+    """A delta from ``old`` tensors to ``new`` ones, with its files in memory, by name."""
 
-    Attributes:
-        manifest: of the delta.
-        files: its payloads, by name.
-        old, new: the tensors before and after it.
-    """
-
-    def __init__(self, manifest: DeltaManifest, files: dict[str, bytes], old: Tensors, new: Tensors) -> None:
+    def __init__(self, manifest, files, old, new):
         self.manifest, self.files, self.old, self.new = manifest, files, old, new
         self.data = whole(manifest).to_bytes()
         self.text = zstandard.decompress(self.data)
         assert all(same_bits(tensor, new[name]) for name, tensor in self.read(manifest, files).items())
 
-    def read(self, manifest: DeltaManifest, files: dict[str, bytes]) -> Tensors:
-        """Return what a reader that holds `old` makes of a delta; what it compares before is compared."""
+    def read(self, manifest, files):
+        """What a reader that holds `old` makes of a delta; what it compares before is compared."""
         if manifest.params != MappingSource(self.old).params():
             raise ManifestError("another model")
         opened, held = route_of(manifest, files), {}
@@ -84,8 +76,8 @@ class Published:
             held[name] = tensor
         return held
 
-    def judge(self, manifest: DeltaManifest, files: dict[str, bytes]) -> str:
-        """Return whether a delta was refused or read; a tensor with a published digest has to be the published one."""
+    def judge(self, manifest, files):
+        """Whether a delta was refused or read; a tensor with a published digest has to be the published one."""
         try:
             held = self.read(manifest, files)
         except WeightSyncError as error:
@@ -98,11 +90,10 @@ class Published:
         return "read"
 
 
-def published(encoding: str, old: Tensors = OLD, new: Tensors = NEW) -> Published:
-    """Return the delta from one model to another."""
-    codec = encodings.make(encoding)
+def published(encoding, old=OLD, new=NEW):
+    """The delta from one model to another."""
     store, block_units = MemoryStore(), streams.BLOCK_UNITS
-    own = Owned(codec, KeptTensors())
+    own = Owned(encodings.make(encoding), KeptTensors())
     writer = ChainWriter(store, Chain(store), "r", own, keyframe_every=0, base=None, keep_files=True)
     writer.publish(MappingSource(old), 1)
     writer.acknowledge()
@@ -114,36 +105,27 @@ def published(encoding: str, old: Tensors = OLD, new: Tensors = NEW) -> Publishe
     return Published(manifest, {name: store.get(f"{FOLDER}/{name}") for name in manifest.files}, old, new)
 
 
-def route_of(manifest: DeltaManifest, files: dict[str, bytes]) -> OpenRoute:
-    """Return the route over one delta."""
-    store = MemoryStore()
+def route_of(manifest, files):
+    """The route over one delta."""
+    chain = Chain(MemoryStore())
+    chain.known[2] = whole(manifest)
     for name, data in {**files, MANIFEST: b""}.items():
-        store.put(f"{FOLDER}/{name}", data)
+        chain.store.put(f"{FOLDER}/{name}", data)
     route = Route(start=("r", 1), keyframe=None, deltas=((FOLDER, manifest),), nbytes=0)
-    return OpenRoute(_Chain(manifest, store), route, 2, None, ("r", 1), None)
+    return OpenRoute(chain, route, 2, None, ("r", 1), None)
 
 
-class _Chain:
-    """A chain of one delta."""
-
-    def __init__(self, manifest: DeltaManifest, store: MemoryStore) -> None:
-        self.manifest, self.store = manifest, store
-
-    def version(self, number: int) -> Manifest:
-        return whole(self.manifest)
-
-
-def whole(delta: DeltaManifest) -> Manifest:
-    """Return the manifest of a version that is this delta alone."""
+def whole(delta):
+    """The manifest of a version that is this delta alone."""
     return Manifest(version=delta.version, run_id=delta.run_id, params=delta.params, files=delta.files, delta=delta)
 
 
-def signed(body: bytes) -> bytes:
-    """Return the text of a manifest without its last brace, with a checksum that fits."""
+def signed(body):
+    """The text of a manifest, given without its last brace, with a checksum that fits."""
     return body + END % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def worse_manifest(own: Published, chance: random.Random) -> str:
+def worse_manifest(own, chance):
     """Make a manifest worse: its bytes as they are, or what is behind the frame and the checksum."""
     kind = chance.randrange(4)
     if kind == 0:
@@ -161,8 +143,8 @@ def worse_manifest(own: Published, chance: random.Random) -> str:
                 column = worse_bytes(base64.b64decode(document["delta"][name]), chance)
                 document["delta"][name] = base64.b64encode(column).decode()
             body = json.dumps(document)[:-1].encode()
-        text = signed(body)
-        data = zstandard.compress(text, 1) if chance.random() < 0.5 else text
+        data = signed(body)
+        data = zstandard.compress(data, 1) if chance.random() < 0.5 else data
     try:
         found = Manifest.from_bytes(data, "here")
     except WeightSyncError as error:
@@ -173,7 +155,7 @@ def worse_manifest(own: Published, chance: random.Random) -> str:
     return own.judge(found.delta, own.files) if found.delta else "refused"
 
 
-def worse_block(own: Published, chance: random.Random) -> str:
+def worse_block(own, chance):
     """Make one block worse, with a checksum that fits, as a writer gone wrong would."""
     number, blocks = chance.randrange(own.manifest.blocks.size), own.manifest.blocks.copy()
     row = blocks[number]
@@ -186,7 +168,7 @@ def worse_block(own: Published, chance: random.Random) -> str:
     return own.judge(replace(own.manifest, blocks=blocks, files={name: len(data)}), {name: data})
 
 
-def worse_file(own: Published, chance: random.Random) -> str:
+def worse_file(own, chance):
     """Make a file worse, of which the manifest knows better."""
     files = {name: worse_bytes(data, chance) for name, data in own.files.items()}
     return own.judge(own.manifest, files)
@@ -195,9 +177,9 @@ def worse_file(own: Published, chance: random.Random) -> str:
 WAYS = {"manifests": (worse_manifest,), "blocks": (worse_block, worse_block, worse_block, worse_file)}
 
 
-def many(what: str, count: int, seed: int, own: list[Published]) -> collections.Counter[str]:
-    """Return how often each outcome came, of ``count`` deltas; "wrong" is one that fails an assertion or crashes."""
-    outcomes = collections.Counter[str]()
+def many(what, count, seed, own):
+    """How often each outcome came, of ``count`` deltas; "wrong" is one that fails an assertion or crashes."""
+    outcomes = collections.Counter()
     with at_most_more_bytes(MOST_BYTES):
         for number in range(count):
             chance = random.Random(f"{seed} {number}")

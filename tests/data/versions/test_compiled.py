@@ -9,8 +9,7 @@ from numba.core.dispatcher import Dispatcher
 import torchrl_ext as tx
 from tests.processes import calling, python
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas import codec_loops as block_loops
-from torchrl_ext.data.deltas import codec_loops as token_loops
+from torchrl_ext.data.deltas import codec_loops
 from torchrl_ext.data.deltas import loops as host_loops
 from torchrl_ext.data.versions import compiled
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -20,18 +19,15 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.int64
 
 def loops():
     """What is compiled in this process, in all; an update that compiles adds to it."""
-    modules = block_loops, host_loops, token_loops
-    found = (value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher))
+    values = (vars(codec_loops) | vars(host_loops)).values()
+    found = (value for value in values if isinstance(value, Dispatcher))
     return {(loop.__module__, loop.__name__): set(loop.signatures) for loop in found}
 
 
 def update_after_connect(encoding, root):
-    sizes = {"small": 900, "large": (1 << 20) + 9}
-    kinds = [("small", dtype) for dtype in DTYPES] + [("large", DTYPES[0])]
+    kinds = [(dtype, (900,)) for dtype in DTYPES] + [(torch.bfloat16, shape) for shape in (((1 << 20) + 9,), (30, 40))]
     policy, served = (
-        {f"{kind}.{dtype}": torch.zeros(sizes[kind], dtype=dtype) for kind, dtype in kinds}
-        | {"matrix": torch.zeros(30, 40, dtype=torch.bfloat16)}
-        for _ in range(2)
+        {f"w{number}": torch.zeros(shape, dtype=dtype) for number, (dtype, shape) in enumerate(kinds)} for _ in range(2)
     )
     sender = tx.WeightSender(tx.DeltaTransport(root, encoding=encoding), InProcessEngine(served))
     sender.register_model(policy)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from tests.data.transports.chains import same
+from tests.data.transports.chains import same, trainer_at
 from torchrl_ext.data.deltas import streams
 from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.landing.patcher import Patcher, compare
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
-from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import PositionDigest
@@ -19,29 +18,12 @@ from torchrl_ext.testing import any_bits
 WORKERS = 8
 
 
-def weights():
-    return {
-        "up": any_bits(torch.bfloat16, 512, 320, seed=1),
-        "norm": any_bits(torch.bfloat16, 40, seed=2),
-        "down": any_bits(torch.bfloat16, 320, 512, seed=3),
-        "gate": any_bits(torch.float32, 512, 256, seed=4),
-    }
-
-
-def step(tensors, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in tensors.values():
-        flat = tensor.view(-1)
-        where = torch.rand(flat.shape, generator=generator) < 0.05
-        flat[where] = torch.randn(flat.shape, generator=generator).to(flat.dtype)[where]
-
-
-def rows(shape, number):
-    """Return the rows that worker ``number`` holds of a tensor; of one with one dimension, all."""
-    whole = Block.whole(shape)
-    if len(shape) < 2:
+def rows(tensor, number):
+    """The rows that worker ``number`` holds of a tensor; of one with one dimension, all."""
+    whole = Block.whole(tensor.shape)
+    if tensor.dim() < 2:
         return whole
-    size = shape[0] // WORKERS
+    size = tensor.shape[0] // WORKERS
     return Block((number * size, *whole.start[1:]), ((number + 1) * size, *whole.stop[1:]))
 
 
@@ -49,18 +31,19 @@ class Worker:
     """Holds rows of each tensor, reads the blocks that it needs, and lands them."""
 
     def __init__(self, root, number):
-        self.store = LocalStore(root)
-        self.reader = ChainReader(Chain(self.store))
+        self.reader = ChainReader(Chain(LocalStore(root)))
         own = dict(self.reader.tensors(self.reader.open(1), {}))
-        self.blocks = {name: rows(tensor.shape, number) for name, tensor in own.items()}
+        self.blocks = {name: rows(tensor, number) for name, tensor in own.items()}
         self.reader.want({name: (block,) for name, block in self.blocks.items()})
-        self.live, pieces = {}, {}
+        self.live, pieces = self.part(own), {}
         for name, tensor in own.items():
-            block = self.blocks[name]
-            self.live[name] = tensor[block.within(Block.whole(tensor.shape))].clone()
-            offset = block.start[0] * tensor.stride(0)
+            offset = self.blocks[name].start[0] * tensor.stride(0)
             pieces[name] = [Piece(destination=self.live[name], offset=offset, strides=tensor.stride())]
         self.patcher = Patcher(pieces)
+
+    def part(self, tensors):
+        blocks = self.blocks.items()
+        return {name: tensors[name][block.within(Block.whole(tensors[name].shape))].clone() for name, block in blocks}
 
     def follow(self, version):
         """Land a version; return the digests of what this worker holds then, and those of the trainer."""
@@ -70,26 +53,25 @@ class Worker:
         self.reader.advance(changes)
         return found, changes.digests
 
-    def holds(self, tensors):
-        whole = {name: Block.whole(tensor.shape) for name, tensor in tensors.items()}
-        return same(self.live, {name: tensors[name][block.within(whole[name])] for name, block in self.blocks.items()})
-
 
 def test_worker_reads_and_lands_only_the_blocks_of_its_rows(tmp_path, monkeypatch):
     """Workers catch up over versions 2 and 3 at once, then follow to 4; their digests add up to the trainer's."""
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
-    trainer, own = DeltaTransport(tmp_path, encoding="ulp", keyframe_every=0), weights()
+    trainer, generator = trainer_at(tmp_path, encoding="ulp", keyframe_every=0), torch.Generator().manual_seed(0)
+    own = {"up": any_bits(torch.bfloat16, 512, 320), "norm": any_bits(torch.bfloat16, 40)}
+    own |= {"down": any_bits(torch.bfloat16, 320, 512), "gate": any_bits(torch.float32, 512, 256)}
     trainer.send_weights("policy", own)
     workers = [Worker(tmp_path, number) for number in range(WORKERS)]
     for version in (2, 3, 4):
-        step(own, version)
+        for tensor in own.values():
+            tensor[torch.rand(tensor.shape, generator=generator) < 0.05] = version
         trainer.send_weights("policy", own)
         if version == 2:
             continue
         sums = {name: PositionDigest() for name in own}
         for worker in workers:
             found, expected = worker.follow(version)
-            assert worker.holds(own)
+            assert same(worker.live, worker.part(own))
             for name, digest in found.items():
                 sums[name] = sums[name] + digest if own[name].dim() > 1 else digest
         compare(sums, expected)

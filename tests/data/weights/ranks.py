@@ -1,4 +1,4 @@
-"""A sharded policy, and what the ranks of a trainer say about the shards of a source, for tests on ranks."""
+"""Policies and sources for tests, and what the ranks of a trainer say about the shards of a source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torchrl_ext.data.weights.digests import byte_view
-from torchrl_ext.data.weights.source import checked
+from torchrl_ext.data.weights.source import WeightSource, checked
 from torchrl_ext.testing import same_bits
 
 
@@ -31,6 +31,19 @@ class Policy(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(self.embed(x))) + self.one.sum()
+
+
+class Passing(WeightSource):
+    """Has what a source has to have, and nothing more: its weights exist only as they pass."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def params(self):
+        return self.inner.params()
+
+    def __iter__(self):
+        return iter(self.inner)
 
 
 def sharded(model, **how):

@@ -10,38 +10,8 @@ from hypothesis import strategies as st
 from tests.data.weights.test_view import SHAPES, blocks_of, counted
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
-from torchrl_ext.data.weights.derived import ConvertedSource
 from torchrl_ext.data.weights.gather import disjoint, owners
-from torchrl_ext.data.weights.hf_names import SameWeights
-from torchrl_ext.data.weights.source import MappingSource
-from torchrl_ext.data.weights.view import View
-
-
-def test_group_of_copied_tensors_is_made_once_at_the_first_take():
-    made = []
-
-    def revert(tensors):
-        made.append(tensors)
-        return torch.cat([*tensors.values()]), torch.cat([*tensors.values()][::-1])
-
-    view, source = View((4,), (1,)), View((2,), (1,))
-    group = SameWeights(
-        sources={"in.a": source, "in.b": source}, results={"x": view, "y": view}, copied=True, revert=revert
-    )
-    live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
-    shards = list(UpdateSource(ConvertedSource(MappingSource(live), [group])).shards())
-    assert [(shard.meta.name, shard.gathers) for shard in shards] == [("x", True), ("y", True), ("kept", False)]
-    assert "combines several blocks" in shards[0].why
-    assert not made
-    live["in.a"].fill_(5)
-    assert [shard.take().tolist() for shard in shards] == [[5, 5, 1, 1], [1, 1, 5, 5], [1, 1, 1]]
-    assert len(made) == 1
-    _, second, _ = UpdateSource(ConvertedSource(MappingSource(live), [group])).shards()
-    with pytest.raises(ManifestError, match="'y' was taken out of order"):  # and does not give the values of x
-        second.take()
-
 
 META = ParamMeta("w", torch.float32, (4, 6))
 NEXT = ParamMeta("x", torch.float32, ())

@@ -8,16 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
-from torch import nn
 
 import torchrl_ext as tx
+from tests.data.transports.chains import same
 from tests.models import CONVERTED, converted_model, tiny_model
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.loader import as_loader
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import position_digest
-from torchrl_ext.data.weights.hf_names import groups_of
 from torchrl_ext.data.weights.source import ModuleSource, checked, named_tensors
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -34,17 +33,21 @@ def saved(model, folder):
     return load_file(folder / "model.safetensors")
 
 
-def same(left, right):
-    """True; an assertion names what differs."""
-    assert set(left) == set(right), set(left) ^ set(right)
-    for name, tensor in right.items():
-        assert same_bits(left[name], tensor), name
-    return True
-
-
 def own(model):
     """The live tensors under the names of the module."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def converted(model):
+    return dict(as_source(model))
+
+
+def mixed(model):
+    """The last layer as the module has it, all others as the checkpoint has them."""
+    layers = {name: ".layers.1." in name for name in own(model) | converted(model)}
+    return {name: one for name, one in own(model).items() if layers[name]} | {
+        name: one for name, one in converted(model).items() if not layers[name]
+    }
 
 
 def change(model, seed=7):
@@ -68,28 +71,12 @@ def test_the_source_is_what_save_pretrained_writes(kind, tmp_path):
         change(model)  # what was found out about the structure is kept, and the values are those of now
 
 
-def test_models_without_conversions_are_sent_as_ever():
-    assert type(as_source(tiny_model())) is ModuleSource
-    assert groups_of(tiny_model()) == groups_of(nn.Linear(2, 2)) == ()
-
-
 def test_a_layer_stays_together_and_tied_tensors_travel_once():
     model = converted_model("mixtral", tie_word_embeddings=True)
     names = [meta.name for meta in as_source(model).params()]
     layers = [name.split(".")[2] for name in names if ".layers." in name]
     assert layers == sorted(layers)
     assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
-
-
-def test_an_adapter_is_merged_under_the_names_of_the_checkpoint():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(converted_model("mixtral"), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_()
-    found = {meta.name: tensor for meta, tensor in checked(as_source(model))}
-    assert same(found, dict(as_source(model.merge_and_unload())))
 
 
 def test_reversible_conversions_are_undone_and_others_warn(tmp_path, caplog):
@@ -134,8 +121,8 @@ def test_an_update_lands_in_the_parameters_that_are_there(kind, tmp_path):
     parameters = [(id(parameter), parameter.data_ptr()) for parameter in held.parameters()]
     sender = tx.WeightSender(tx.DeltaTransport(tmp_path, keep_files=True), InProcessEngine(held))
     sender.register_model(sent)
-    for weights_of in (lambda model: None, TensorDict.from_module, own, lambda model: dict(as_source(model))):
-        assert sender.update_weights(weights_of(sent)).verified
+    for weights_of in (lambda model: None, TensorDict.from_module, own, converted, mixed):
+        assert sender.update_weights(weights_of(sent)).verified  # read back under these names
         assert same(own(held), own(sent))
         change(sent)
     assert parameters == [(id(parameter), parameter.data_ptr()) for parameter in held.parameters()]
@@ -144,29 +131,15 @@ def test_an_update_lands_in_the_parameters_that_are_there(kind, tmp_path):
     sender.shutdown()
 
 
-def test_either_names_land_and_read_back():
-    sent, held = converted_model("qwen3_moe", 1), converted_model("qwen3_moe", 2)
-    source = dict(as_source(sent))
-    mixed = {name: tensor for name, tensor in source.items() if not name.startswith(STACKED.rsplit(".", 1)[0])}
-    mixed |= {name: tensor for name, tensor in own(sent).items() if name.startswith(STACKED.rsplit(".", 1)[0])}
-    for update in (source, own(sent), mixed):
-        loader = as_loader(held)
-        loader.check(as_source(update).params())
-        loader.load(update.items())
-        assert same(own(held), own(sent))
-        expected = {name: position_digest(tensor).hex() for name, tensor in update.items()}
-        assert expected.items() <= loader.digests().items()
-        change(sent)
-        source = dict(as_source(sent))
-
-
 def test_what_does_not_cover_the_model_is_refused_by_name():
+    """The loader's names stay those of the last update that covers it."""
     model = converted_model("qwen3_moe")
     whole = {meta.name: meta for meta in as_source(model).params()}
     loader = as_loader(model)
     with pytest.raises(ManifestError, match=f"1 parameters of the model are missing.*'{EXPERT}'"):
         loader.check(meta for name, meta in whole.items() if name != EXPERT)
     stacked = {meta.name: meta for meta in ModuleSource(model).params()}
+    loader.check(stacked.values())
     with pytest.raises(ManifestError, match=f"1 parameters of the model are missing.*'{STACKED}'"):
         loader.check(meta for name, meta in stacked.items() if name != STACKED)
     with pytest.raises(ManifestError, match=r"no parameter '.*\.experts\."):  # they come as stacked, too
@@ -175,6 +148,7 @@ def test_what_does_not_cover_the_model_is_refused_by_name():
         loader.check([*whole.values(), ParamMeta("model.x", torch.float32, (1,))])
     with pytest.raises(ManifestError, match=f"'{EXPERT}' arrives as"):
         loader.check([*(whole | {EXPERT: ParamMeta(EXPERT, torch.float32, (16, 8))}).values()])
+    assert STACKED in loader.digests() and EXPERT not in loader.digests()
 
 
 def test_meta_policy_gets_storage_and_ties_from_checkpoint():
@@ -191,16 +165,6 @@ def test_meta_policy_gets_storage_and_ties_from_checkpoint():
         assert held.get_input_embeddings().weight is held.get_output_embeddings().weight
         expected = {name: position_digest(tensor).hex() for name, tensor in as_source(sent)}
         assert expected.items() <= loader.digests().items()
-
-
-def test_failed_check_keeps_names_of_last_update():
-    """A loader whose check fails still reports digests under the names of the last good check."""
-    model = converted_model("qwen3_moe")
-    loader = as_loader(model)
-    loader.check(ModuleSource(model).params())
-    with pytest.raises(ManifestError, match="missing"):
-        loader.check([])
-    assert STACKED in loader.digests() and EXPERT not in loader.digests()
 
 
 # mappings

@@ -7,27 +7,14 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from tests.data.weights.ranks import Policy
+from tests.data.weights.ranks import Passing, Policy
 from tests.models import converted_model, tiny_model
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Block, checked_shards
 from torchrl_ext.data.weights.derived import MappedSource, as_source
-from torchrl_ext.data.weights.source import MappingSource, WeightSource, checked
+from torchrl_ext.data.weights.source import MappingSource, checked
 from torchrl_ext.testing import same_bits
-
-
-class Passing(WeightSource):
-    """Has what a source has to have, and nothing more."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def params(self):
-        return self.inner.params()
-
-    def __iter__(self):
-        return iter(self.inner)
 
 
 def adapted():

@@ -1,43 +1,23 @@
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 
 from tests.data.deltas.data import random_bits
-from torchrl_ext.data.deltas import loops
-from torchrl_ext.data.deltas.bits import Piece, linear_keys
-from torchrl_ext.data.weights.digests import PositionDigest, as_digests, position_digest
-
-
-def of_part(full: torch.Tensor, ranges) -> PositionDigest:
-    """The digest of a rectangular part, at its place in the full tensor."""
-    part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
-    offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
-    (found,) = as_digests([loops.words([Piece(destination=part, offset=offset, strides=full.stride())])])
-    return found
+from torchrl_ext.data.deltas.bits import linear_keys
+from torchrl_ext.data.weights.digests import PositionDigest, position_digest
 
 
 def test_digest_keys_are_nonzero_and_distinct_under_shifts():
-    """Keys are never 0, and no two keys of a row are equal, even if shifted by whole bytes."""
+    """So that no two elements of a row count alike; as text, a digest has 32 digits."""
+    assert PositionDigest(1, 2).hex() == f"{1:016x}{2:016x}" and position_digest(torch.empty(0)) == PositionDigest()
     for row in linear_keys().astype(np.uint64):
         shifted = row << np.arange(0, 32, 8, dtype=np.uint64)[:, None]
         assert row.size == 2048 and row.all() and np.unique(shifted).size == shifted.size
 
 
-def test_shards_of_any_cut_add_up():
-    full = random_bits(12 * 10 * 6000, torch.float32, torch.Generator().manual_seed(0)).reshape(12, 10, 6000)
-    whole = position_digest(full)
-    for cuts in itertools.product([(0, 12), (0, 5, 12)], [(0, 10), (0, 1, 10)], [(0, 6000), (0, 4100, 6000)]):
-        total = PositionDigest()
-        for ranges in itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)):
-            total += of_part(full, ranges)
-        assert total == whole
-
-
-@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.float32))
 def test_signs_rows_columns_shifts_and_zeros_are_seen(dtype):
     """Regular errors, of which a sum of products could miss some: all differences are alike or end with zeros."""
     size = 4 * 4096
@@ -63,8 +43,3 @@ def test_signs_rows_columns_shifts_and_zeros_are_seen(dtype):
     assert len({*found, PositionDigest()}) == len(found) + 1
     found = [position_digest(same[:count]) for count in range(0, size, 511)]
     assert len(set(found)) == len(found)
-
-
-def test_it_is_written_as_32_hex_digits():
-    assert PositionDigest(1, 2).hex() == f"{1:016x}{2:016x}"
-    assert len(position_digest(torch.arange(10)).hex()) == 32 and position_digest(torch.empty(0)) == PositionDigest()

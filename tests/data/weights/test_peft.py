@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.models import tiny_model
+from tests.data.transports.chains import same
+from tests.models import converted_model, tiny_model
 from tests.processes import python
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.data.weights.derived import PeftSource, as_source
@@ -18,10 +20,10 @@ from torchrl_ext.testing import same_bits
 peft = pytest.importorskip("peft")
 
 
-def adapted(dtype=torch.float32, tied=False, **settings):
-    """A tiny model with a LoRA adapter whose matrices are not zero."""
+def adapted(base=tiny_model, how=None, **settings):
+    """A model with a LoRA adapter whose matrices are not zero; ``how`` the model is made."""
     settings = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 16} | settings
-    model = peft.get_peft_model(tiny_model(dtype=dtype, tie_word_embeddings=tied), peft.LoraConfig(**settings))
+    model = peft.get_peft_model(base(**(how or {})), peft.LoraConfig(**settings))
     stir(model)
     return model
 
@@ -38,40 +40,35 @@ def assert_merged(model):
     """The source equals `merge_and_unload` of a copy bit for bit, and the live module does not change."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     objects = {name: id(tensor) for name, tensor in model.named_parameters()}
-    expected = copy.deepcopy(model).merge_and_unload()
     found = {meta.name: tensor for meta, tensor in checked(as_source(model))}
-    reference = dict(as_source(expected))
-    assert set(found) == set(reference)
-    for name, tensor in reference.items():
-        assert same_bits(found[name], tensor), name
+    assert same(found, dict(as_source(copy.deepcopy(model).merge_and_unload())))
     assert {name: id(tensor) for name, tensor in model.named_parameters()} == objects
-    assert all(same_bits(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert same(model.state_dict(), before)
     return found
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"dtype": torch.bfloat16},
+        {"how": {"dtype": torch.bfloat16}},
         {"target_modules": ["embed_tokens", "o_proj"], "use_rslora": True},
-        {"tied": True},
-        {"modules_to_save": ["lm_head"]},
+        {"how": {"tie_word_embeddings": True}},
+        {"base": partial(converted_model, "mixtral"), "target_modules": ["q_proj"]},
     ],
-    ids=str,
+    ids=["bfloat16", "embedding", "tied", "converted"],
 )
 def test_layers_of_every_kind_are_merged(settings):
-    model = adapted(**settings)
-    found = assert_merged(model)
-    assert set(found) == set(dict(as_source(tiny_model(tie_word_embeddings=settings.get("tied", False)))))
-    base = model.get_base_model()
-    if "modules_to_save" in settings:
-        assert same_bits(found["lm_head.weight"], base.lm_head.modules_to_save["default"].weight.detach())
-    if not settings:
-        layer = base.model.layers[0].self_attn.q_proj
-        assert not torch.equal(found["model.layers.0.self_attn.q_proj.weight"], layer.base_layer.weight)
-        assert {f"policy.{name}" for name in found} == set(dict(as_source(nn.ModuleDict({"policy": model}))))
-        assert set(as_source(model).files()) >= {"config.json"}
+    assert_merged(adapted(**settings))
+
+
+def test_layers_to_save_are_sent_as_trained():
+    model = adapted(modules_to_save=["lm_head"])
+    found, base = assert_merged(model), model.get_base_model()
+    assert same_bits(found["lm_head.weight"], base.lm_head.modules_to_save["default"].weight.detach())
+    layer = base.model.layers[0].self_attn.q_proj
+    assert not torch.equal(found["model.layers.0.self_attn.q_proj.weight"], layer.base_layer.weight)
+    assert {f"policy.{name}" for name in found} == set(dict(as_source(nn.ModuleDict({"policy": model}))))
+    assert set(as_source(model).files()) >= {"config.json"}
 
 
 def test_several_active_adapters_add_up():
@@ -87,15 +84,12 @@ def test_several_active_adapters_add_up():
 
 
 def test_disabled_adapter_is_omitted_and_merged_one_added_once():
-    """A source leaves a disabled adapter out and does not add a merged adapter a second time."""
     model = adapted()
-    expected = dict(as_source(model))
+    expected, name = dict(as_source(model)), "model.layers.0.self_attn.q_proj.weight"
     with model.disable_adapter():
-        name = "model.layers.0.self_attn.q_proj.weight"
         assert same_bits(dict(as_source(model))[name], tiny_model().state_dict()[name])
     model.merge_adapter()
-    found = dict(as_source(model))
-    assert all(same_bits(found[name], expected[name]) for name in expected)
+    assert same(dict(as_source(model)), expected)
 
 
 def test_other_tuners_are_refused():

@@ -71,10 +71,6 @@ def test_merged_blocks_cover_each_element_once_and_are_maximal(data):
     assert merged([cuts, *without([whole], [cuts])]) == (whole,)
 
 
-def test_a_block_reads_as_slices():
-    assert f"{Block((1, 0), (3, 4))} {Block((), ())}" == "[1:3, 0:4] []"
-
-
 # views: a tensor of positions, seen through torch's own views, says what the view of them has to say
 
 LARGER = st.lists(st.integers(1, 6), max_size=4).map(tuple)
