@@ -106,14 +106,8 @@ class Fabric:
         assert any(over() for _ in Deadline(WAIT_S).pauses(longest_s=_TURN_S))
 
 
-class UniqueId:
+class UniqueId(bytes):
     made = itertools.count(1)
-
-    def __init__(self, content=None):
-        self.content = next(self.made).to_bytes(128, "big") if content is None else content
-
-    def __bytes__(self):
-        return self.content
 
     @classmethod
     def from_bytes(cls, content):
@@ -237,7 +231,7 @@ def core(fabric):
         UniqueId=UniqueId,
         NCCLConfig=lambda blocking: SimpleNamespace(blocking=blocking),
         SUM="sum",
-        get_unique_id=UniqueId,
+        get_unique_id=lambda: UniqueId(next(UniqueId.made).to_bytes(128, "big")),
         get_error_string=WORDS.get,
         get_version=lambda: SimpleNamespace(libnccl=library),
         group=group,
