@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import queue
-import signal
 import sys
-import threading
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -16,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from tests.processes import calling, running_python
-
-WAIT_S = 60
 
 GROUPS = {}
 """Those that a worker's process has joined, by name."""
@@ -28,16 +23,8 @@ def init(group, rank, **_):
     size, name = group["world_size"], group["group_name"]
     where = f"tcp://{group['master_address']}:{group['master_port']}"
     store, _, _ = next(rendezvous(where, rank, size, timeout=timedelta(seconds=1800)))
-    made, _ = _new_process_group_helper(
-        size,
-        rank,
-        [],
-        Backend("gloo"),
-        PrefixStore(name, store),
-        group_name=name,
-        timeout=timedelta(seconds=1800),
-        backend_options=None,
-    )
+    how = {"group_name": name, "timeout": timedelta(seconds=1800), "backend_options": None}
+    made, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), PrefixStore(name, store), **how)
     _world.pg_group_ranks[made] = {one: one for one in range(size)}
     GROUPS[name] = made
 
@@ -75,28 +62,16 @@ class Worker:
     """One such process, which does one thing after the other and answers each."""
 
     def __init__(self, child):
-        self.child, self._answers = child, queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.child = child
         assert self.answer() == {"here": True}
-
-    def _read(self):
-        for line in self.child.stdout:
-            if line.startswith("{"):
-                self._answers.put(json.loads(line))
-        self._answers.put({"error": "gone"})
 
     def tell(self, do, **how):
         self.child.stdin.write(json.dumps({"do": do, **how}) + "\n")
         self.child.stdin.flush()
 
     def answer(self):
-        return self._answers.get(timeout=WAIT_S)
-
-    def freeze(self):
-        self.child.send_signal(signal.SIGSTOP)
-
-    def thaw(self):
-        self.child.send_signal(signal.SIGCONT)
+        lines = (line for line in self.child.stdout if line.startswith("{"))  # torch's come between
+        return json.loads(next(lines, '{"error": "gone"}'))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """An abort ends who waits for a version, and nobody who comes later."""
 
 import threading
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore
@@ -11,30 +12,22 @@ from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import TransportError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
 from torchrl_ext.data.group.ranks import RankStore, TrainerRanks
-from torchrl_ext.data.transports import delta as reader
-from torchrl_ext.data.transports import disk
-from torchrl_ext.data.transports import disk as shared_root
+from torchrl_ext.data.transports import delta, disk
 
-MODULES = {"delta": reader, "disk": disk}
+WORDS = {"a version": "weight_v000003|version 3", "the trainer": "the trainer's root was not found before"}
 
 
-@pytest.mark.parametrize("step", ["a version", "the trainer"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("step", WORDS)
+@pytest.mark.parametrize("name", ["delta", "disk"])
 def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, name, step):
     """An abort ends the wait in progress, and a later wait neither ends by it nor spins."""
-    for module in (MODULES[name], shared_root):
+    for module in (delta, disk):
         monkeypatch.setattr(module, "VISIBLE_S", 3 * WAIT_S)
     trainer = tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S)
     receiver = tx.WeightReceiver({})
     offer = {**trainer.open(1, (), Deadline(WAIT_S)).info, "timeout_s": 3 * WAIT_S}
     join = Join(transport=name, params=(), offer=offer)
-    looked, pauses, said = threading.Event(), Deadline.pauses, []
-
-    def wait():
-        try:
-            receiver.prefetch(Prefetch(version=3)) if step == "a version" else receiver.connect(join)
-        except WeightSyncError as error:
-            said.append(str(error))
+    looked, pauses = threading.Event(), Deadline.pauses
 
     def looks(within, **how):
         turns = pauses(within, **how)
@@ -42,20 +35,20 @@ def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, na
         looked.set()
         yield from turns
 
+    waits = partial(receiver.connect, join)
     if step == "a version":
         receiver.connect(join)
+        waits = partial(receiver.prefetch, Prefetch(version=3))
     trainer.shutdown()  # which takes the probe with it
     monkeypatch.setattr(Deadline, "pauses", looks)
     receiver.abort()  # of an earlier update
-    for count in (1, 2):
+    for _ in range(2):
         looked.clear()
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        assert looked.wait(WAIT_S) and waiting.is_alive() and not receiver._within.stop.is_set()
+        waiting = in_thread(waits, "waits")
+        assert looked.wait(WAIT_S) and not waiting.done() and not receiver._within.stop.is_set()
         receiver.abort()
-        waiting.join(WAIT_S)
-        words = ("weight_v000003", "version 3") if step == "a version" else ("the trainer's root was not found before",)
-        assert len(said) == count and any(one in said[-1] for one in words)
+        with pytest.raises(WeightSyncError, match=WORDS[step]):
+            waiting.result(WAIT_S)
     receiver.close()
 
 

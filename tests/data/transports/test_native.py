@@ -4,7 +4,7 @@ workers. The suite of every transport runs over both ends of ours."""
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+import signal
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.group.members import Interrupted, broken
-from tests.data.transports.stock_workers import WAIT_S, stock_workers
-from torchrl_ext.base.deadline import Deadline
+from tests.data.transports.stock_workers import stock_workers
+from tests.processes import WAIT_S
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import DeadlineError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Update
@@ -35,7 +36,6 @@ SIZE = 512
 
 @given(PARAMS, st.sampled_from(["sglang", "vllm"]))
 def test_native_layout_covers_each_parameter_once_in_order(params, make):
-    """Calls and broadcasts cover every parameter once, in order, in the buckets of stock engines."""
     buckets, calls = layout_of(params, make, SIZE)
     carried = [(span.first, span.stop) for one in buckets for span in one.spans]
     for pairs in (calls, carried):
@@ -69,6 +69,9 @@ def trainer(workers):
     made = NativeTransport(timeout_s=WAIT_S, bucket_bytes=1 << 16)
     yield made
     made.shutdown()
+
+
+LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(8)}
 
 
 def connect(trainer, workers):
@@ -128,7 +131,6 @@ def test_every_bit_arrives_at_four_workers_in_two_versions(trainer, workers):
 
 
 def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
-    """A trainer that fails half-way frees its workers, who leave; the next group works."""
     name = connect(trainer, workers)
     source = Interrupted(weights(), 5, broken)
     handoff = prepared(trainer, source)
@@ -148,7 +150,6 @@ def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
 
 
 def test_missing_rank_ends_rendezvous_at_trainer_deadline(workers):
-    """When one rank never comes, the other ranks' wait ends at the trainer's deadline."""
     trainer = NativeTransport(timeout_s=SHORT_S)
     handoff = trainer.open(3, (), Deadline(SHORT_S))
     for rank in (1, 2):
@@ -165,18 +166,16 @@ def test_stopped_worker_ends_update_at_deadline_or_abort(workers):
     trainer = NativeTransport(timeout_s=SHORT_S, bucket_bytes=1 << 16)
     for abort in (False, True):
         name = connect(trainer, two)
-        handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
-        within = Deadline(SHORT_S)
-        two[0].freeze()
+        handoff, within = prepared(trainer, as_source(LARGE)), Deadline(SHORT_S)
+        two[0].child.send_signal(signal.SIGSTOP)
         try:
-            with ThreadPoolExecutor(1) as pool:
-                moving = pool.submit(handoff.transfer, within)
-                if abort:
-                    within.stop.set()
-                with pytest.raises((DeadlineError, TransportError), match="did not reach rank 1"):
-                    moving.result(WAIT_S)
+            moving = in_thread(lambda handoff=handoff, within=within: handoff.transfer(within), "moves")
+            if abort:
+                within.stop.set()
+            with pytest.raises((DeadlineError, TransportError), match="did not reach rank 1"):
+                moving.result(WAIT_S)
         finally:
-            two[0].thaw()
+            two[0].child.send_signal(signal.SIGCONT)
         assert not trainer.check_connection()
         leave(two, name)
     trainer.shutdown()
@@ -187,7 +186,7 @@ def test_a_worker_that_dies_ends_the_update_at_once():
         trainer = NativeTransport(timeout_s=WAIT_S)
         connect(trainer, two)
         assert trainer.check_connection()
-        handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
+        handoff = prepared(trainer, as_source(LARGE))
         two[1].child.kill()
         with pytest.raises(TransportError, match="did not reach rank 1"):
             handoff.transfer(Deadline(WAIT_S))
