@@ -153,7 +153,6 @@ class TestTorch(CarrierContract):
         return TorchCarrier(seat)
 
     def test_a_vendor_may_take_options_in_place_of_arguments(self, monkeypatch):
-        """Torch has two interfaces for backends that are registered."""
         creator = lambda own, _: Vendors(own.store, own.group_rank, own.group_size)  # noqa: E731
         plugin = dist.Backend._BackendPlugin(creator, True)
         monkeypatch.setitem(dist.Backend._plugins, "VENDORS", plugin)

@@ -266,13 +266,6 @@ def test_a_group_with_stock_vllm_is_carried_by_the_package(fabric):
         worker.close()
 
 
-def test_a_stock_worker_that_does_not_come_ends_the_meeting(fabric):
-    with meetings("vllm") as (trainer, opening, _):
-        with pytest.raises(DeadlineError, match="the 2 ranks of a group did not meet"):
-            opening.transfer(Deadline(SHORT_S))
-        assert not trainer.check_connection()
-
-
 def test_a_group_with_stock_sglang_stays_with_torch(fabric, monkeypatch):
     """Its own end is a process group of torch's."""
     made = []

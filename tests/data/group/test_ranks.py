@@ -17,15 +17,9 @@ from hypothesis import strategies as st
 
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import on_ranks
+from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import (
-    ConcurrentUpdateError,
-    DeadlineError,
-    ManifestError,
-    NotConnectedError,
-    TransportError,
-    UpdateError,
-)
+from torchrl_ext.base.errors import DeadlineError, ManifestError, NotConnectedError, TransportError
 from torchrl_ext.data.group.ranks import RankStore, TrainerRanks, numbered
 
 PATIENT_S = 60.0
@@ -74,10 +68,6 @@ def fail(args):
     raise ManifestError("the tensors differ", expected="the same", state="nothing was sent", hint="look")
 
 
-def failing():
-    return {"echo": fail}
-
-
 def raising(error):
     def steps():
         raise error
@@ -85,8 +75,10 @@ def raising(error):
     return steps
 
 
-def lead(ranks, version):
+def lead(ranks, version, fails=False):
     with ranks.leading() as session:
+        if fails:
+            raise ValueError("no module")
         said = session.ask("echo", version=version)
         session.version = version
         session.settle()
@@ -107,31 +99,26 @@ UPDATE = st.tuples(st.sampled_from(["leads", "leads", "fails"]), st.sampled_from
 @given(st.sampled_from(KINDS), st.lists(UPDATE, max_size=4))
 @example("tcp", [("leads", "is away", "fails a step"), ("fails", "follows", "fails to begin"), ("leads", *WAYS[::3])])
 def test_update_fails_on_all_ranks_or_none(kind, updates):
-    steps = {"follows": echo, "fails to begin": raising(ManifestError("the tensors differ")), "fails a step": failing}
+    steps = {
+        "follows": echo,
+        "fails to begin": raising(ManifestError("the tensors differ")),
+        "fails a step": lambda: {"echo": fail},
+    }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         stores = Stores(kind, folder)
         trainer = stores.trainer(3)
         for version, (first, *ways) in enumerate([*updates, ("leads", "follows", "follows")], 1):
             trainer[0]._timeout_s = 1.0 if "is away" in ways else PATIENT_S
             calls = [pool.submit(trainer[at].following, steps[way]) for at, way in enumerate(ways, 1) if way in steps]
-            met = None
-            try:
-                with trainer[0].leading() as session:
-                    if first == "fails":
-                        raise ValueError("no module")
-                    assert session.ask("echo", version=version) == [{"version": version}] * 2
-                    session.version = version
-                    session.settle()
-            except (ValueError, ManifestError, DeadlineError) as error:
-                met = error
             if ways == ["follows", "follows"] and first == "leads":
-                assert met is None
+                assert lead(trainer[0], version) == [{"version": version}] * 2
                 assert [call.result(WAIT_S) for call in calls] == [version] * 2
                 continue
-            assert met is not None
+            with pytest.raises((ValueError, ManifestError, DeadlineError)) as met:
+                lead(trainer[0], version, fails=first == "fails")
             if "is away" in ways and "fails to begin" not in ways:
                 away = [str(at) for at, way in enumerate(ways, 1) if way == "is away"]
-                assert f"trainer rank{'s' * (len(away) > 1)} {', '.join(away)} did not answer" in str(met)
+                assert f"trainer rank{'s' * (len(away) > 1)} {', '.join(away)} did not answer" in str(met.value)
             calls += [pool.submit(trainer[at].following, echo) for at, way in enumerate(ways, 1) if way == "is away"]
             for call in calls:  # one that was away comes late, and hears of it
                 with pytest.raises((TransportError, ManifestError, DeadlineError)):
@@ -170,7 +157,7 @@ class TestFailures:
     def test_rank_0_errors_of_any_class_reach_other_ranks(self, stored, beside):
         first, second = stored.trainer()
         for error, kind in (
-            (UpdateError("no engine is left"), UpdateError),
+            (errors.UpdateError("no engine is left"), errors.UpdateError),
             (KeyboardInterrupt(), TransportError),
             (OSError("no such file: \udcff"), TransportError),
         ):
@@ -204,9 +191,9 @@ class TestFailures:
         update, call = beside(slow), beside(trainer[1].following, echo)
         assert entered.wait(WAIT_S)
         try:
-            with pytest.raises(ConcurrentUpdateError), trainer[0].leading():
+            with pytest.raises(errors.ConcurrentUpdateError), trainer[0].leading():
                 pytest.fail("two updates at once")
-            with pytest.raises(ConcurrentUpdateError):
+            with pytest.raises(errors.ConcurrentUpdateError):
                 trainer[1].following(echo)
         finally:
             refused.set()
@@ -268,15 +255,13 @@ class TestAlone:
             session.settle()
         assert ranks.session.answers() == []
 
-    def test_rank_without_group_gathers_and_assumes_success(self):
+    def test_rank_without_group_gathers_and_assumes_success(self, stored):
         ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
         assert not ranks.drives
         assert ranks.following(lambda: {"gather": ran.append}) is None
         assert ran == [{}]
         with pytest.raises(ManifestError):
             ranks.following(lambda: {"gather": fail})
-
-    def test_orders_need_a_session(self, stored):
         with pytest.raises(TransportError, match="leads no update"):
             stored.trainer()[0].session.order("echo")
 

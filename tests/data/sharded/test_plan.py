@@ -46,7 +46,6 @@ def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MO
 @settings(max_examples=120)
 @given(st.randoms(use_true_random=False))
 def test_plan_delivers_each_needed_element_once_within_bounds(rng):
-    """Each worker gets each element that it needs exactly once, within the bounds of the buckets."""
     params, held, needed, bucket_bytes = random_case(rng)
     carry_out(plan_of(held, needed, bucket_bytes, params), held, needed, bucket_bytes)
 
@@ -166,7 +165,6 @@ def damaged(value, data):
 @settings(max_examples=100)
 @given(st.data())
 def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
-    """A plan for damaged needs is refused, or moves only elements that lie within the parameters."""
     whole = Blocks.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
     try:
         text = text_of(msgspec.msgpack.encode(damaged(deepcopy(GOOD), data)))

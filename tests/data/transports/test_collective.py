@@ -218,22 +218,40 @@ def go_on(child):
 
 
 FROZEN_S = 3
+EITHER = (TransportError, DeadlineError)
 LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
 
 
-@pytest.mark.parametrize(("how", "kind"), [(signal.SIGKILL, TransportError), (signal.SIGSTOP, DeadlineError)])
-def test_worker_process_that_dies_or_freezes_ends_the_send(how, kind):
-    """The send ends with an error that names the rank and process of the worker."""
-    port = free_port()
-    with running_python(calling(receives, port, 1, 2, 3)) as child:
-        trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
+@pytest.mark.parametrize(
+    ("who", "moment", "how", "kind"),
+    [
+        ("worker", "half", signal.SIGKILL, TransportError),
+        ("worker", "half", signal.SIGSTOP, DeadlineError),
+        ("trainer", "idle", signal.SIGKILL, EITHER),
+        ("trainer", "half", signal.SIGKILL, EITHER),
+        ("trainer", "half", signal.SIGSTOP, EITHER),
+        pytest.param("trainer", "idle", signal.SIGSTOP, EITHER, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_process_that_dies_or_freezes_is_named_at_the_other_end(who, moment, how, kind):
+    port, rank = free_port(), ["trainer", "worker"].index(who)
+    with running_python(calling(receives, port, 1, 2, 3) if rank else calling(sends, port)) as child:
+        end = member(port, 1 - rank, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
         says(child, "started")
-        trainer.init_all_workers_group({})
+        end.init_all_workers_group({})
         says(child, "connected")
-        strike = lambda: (says(child, "now"), os.kill(child.pid, how))  # noqa: E731
-        lost, _ = sent([trainer], LARGE, strike)
-        assert isinstance(lost, kind) and f"no answer came from rank 1 (pid {child.pid}" in str(lost)
-        trainer.shutdown()
+
+        def strike():
+            if moment == "half":
+                if rank == 0:
+                    go_on(child)
+                says(child, "now")
+            os.kill(child.pid, how)
+
+        lost, _ = beside(lambda: end.send_weights("policy", LARGE) if rank else end.receive_weights(WAIT_S), strike)
+        assert isinstance(lost, kind) and f"rank {rank} (pid {child.pid}" in str(lost)
+        assert ("no answer came from" in str(lost)) == bool(rank) and not end.check_connection()
+        end.shutdown()
 
 
 @pytest.mark.parametrize("slow_one_dies", [False, True])
@@ -262,33 +280,3 @@ def test_fast_worker_stays_in_the_group_until_slow_worker_ends(slow_one_dies):
         assert watched is None
         assert isinstance(met, TransportError) if slow_one_dies else met is None
         trainer.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("how", "moment"),
-    [
-        (signal.SIGKILL, "idle"),
-        (signal.SIGKILL, "half"),
-        pytest.param(signal.SIGSTOP, "idle", marks=pytest.mark.exhaustive),
-        (signal.SIGSTOP, "half"),
-    ],
-)
-def test_trainer_process_that_dies_or_freezes_ends_the_worker(how, moment):
-    """The worker's wait ends with an error that names rank 0, the trainer."""
-    port = free_port()
-    with running_python(calling(sends, port)) as child:
-        worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
-        says(child, "started")
-        worker.init_all_workers_group({})
-        says(child, "connected")
-
-        def strike():
-            if moment == "half":
-                go_on(child)
-                says(child, "now")
-            os.kill(child.pid, how)
-
-        lost, _ = beside(lambda: worker.receive_weights(WAIT_S), strike)
-        assert isinstance(lost, (TransportError, DeadlineError)) and "rank 0" in str(lost)
-        assert not worker.check_connection()
-        worker.shutdown()

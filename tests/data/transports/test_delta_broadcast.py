@@ -70,6 +70,7 @@ def test_parameter_called_files_is_refused_before_any_send():
     with group(2, member) as (trainer, worker):
         with pytest.raises(ManifestError, match="called '/files'"):
             trainer.send_weights("policy", {"/files": torch.zeros(3)})
+        assert enter(trainer, worker) == [None, None]
         _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
         assert same(received, weights())
 

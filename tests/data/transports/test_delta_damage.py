@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,35 +123,42 @@ def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
         reader.receive_weights(WAIT_S)
 
 
-@pytest.mark.parametrize("point", ["in a delta", "in a keyframe", "before the rename", "before the pointer"])
-def test_a_trainer_killed_leaves_a_chain_that_reads_and_goes_on(root, point):
-    with running_python(calling(killed_trainer, str(root), point)) as child:
+@pytest.mark.parametrize(
+    ("transport", "point"),
+    [
+        *(("delta", point) for point in ("in a delta", "in a full version", "before the rename", "before the pointer")),
+        *(("disk", point) for point in ("in a full version", "before the rename", "before the pointer")),
+    ],
+)
+def test_a_trainer_killed_leaves_versions_that_read_and_goes_on(root, transport, point):
+    made = partial(tx.make_transport, transport, root=root)
+    with running_python(calling(killed_trainer, transport, str(root), point)) as child:
         assert child.stdout.readline() == "now\n"
         child.send_signal(signal.SIGKILL)
         child.wait(WAIT_S)
-    expected, reader = {"x": torch.full((500,), 2.0), "y": torch.arange(500.0)}, trainer_at(root)
-    assert same(reader.receive_weights(WAIT_S), expected)
+    expected, reader = {"x": torch.full((500,), 2.0), "y": torch.arange(500.0)}, made()
+    assert same(reader.receive_weights(WAIT_S), expected) and reader.receive_weights(0.0) is None
     expected["x"] += 5
-    trainer_at(root).send_weights("policy", expected)
-    for one in (reader, trainer_at(root)):
+    made().send_weights("policy", expected)
+    for one in (reader, made()):
         assert same(one.receive_weights(WAIT_S), expected)
     assert not [path for path in root.rglob("*") if ".tmp-" in path.name]
 
 
-def killed_trainer(root, point):
+def killed_trainer(transport, root, point):
     own = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
-    trainer = trainer_at(root, keyframe_every=2 if point == "in a keyframe" else 0)
+    settings = {"keyframe_every": 2 if point == "in a full version" else 0} if transport == "delta" else {}
+    trainer = tx.make_transport(transport, root=root, **settings)
     for _ in range(2):
         trainer.send_weights(own)
         own["x"] += 1
-    if point == "in a delta":
-        local._LocalDraft.write = stop
-    elif point == "in a keyframe":
-        checkpoint_writer.write_shards = stop
-    elif point == "before the rename":
-        os.rename = stop
-    else:
-        Chain.advance = stop
+    owner, name = {
+        "in a delta": (local._LocalDraft, "write"),
+        "in a full version": (checkpoint_writer, "write_shards"),
+        "before the rename": (os, "rename"),
+        "before the pointer": (Chain, "advance"),
+    }[point]
+    setattr(owner, name, stop)
     trainer.send_weights(own)
 
 

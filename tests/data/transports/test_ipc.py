@@ -495,28 +495,3 @@ def test_a_worker_takes_any_note_of_a_trainer(draw):
             arrival = end.next(Deadline(0.0)) or arrival
         with suppress(WeightSyncError):
             list(end.receive(arrival, {}, Deadline(0.0)))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-class TestOnAGPU:
-    def test_both_ends_in_one_process_share_it_too(self, make):
-        held = {name: tensor.cuda() for name, tensor in weights(0).items()}
-        sent = {name: tensor.cuda() for name, tensor in weights(7).items()}
-        trainer, worker = make(bucket_bytes=1 << 20), make(bucket_bytes=1 << 20)
-        beside(lambda: trainer.send_weights(sent), lambda: worker.receive_weights(WAIT_S, weights=held))
-        assert all(bool((tensor == 7).all()) for tensor in held.values())
-
-    def test_a_killed_worker_gives_the_memory_back(self, channel, make):
-        trainer, again = make(bucket_bytes=64 << 20, timeout_s=WAIT_S), make(bucket_bytes=64 << 20)
-        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), 3)), pytest.raises(TransportError):
-            trainer.send_weights({name: tensor.cuda() for name, tensor in weights(count=4000).items()})
-        trainer.shutdown()
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-        segment = again._segment_on(again._devices())
-        assert free - torch.cuda.mem_get_info()[0] >= 60 << 20
-        del segment
-        again.shutdown()
-        torch.cuda.empty_cache()
-        assert torch.cuda.mem_get_info()[0] >= free - (4 << 20)
