@@ -267,7 +267,6 @@ def test_a_group_with_stock_vllm_is_carried_by_the_package(fabric):
 
 
 def test_a_group_with_stock_sglang_stays_with_torch(fabric, monkeypatch):
-    """Its own end is a process group of torch's."""
     made = []
     monkeypatch.setattr(native, "TorchCarrier", lambda seat, store: made.append(store) or SimpleNamespace(abort=list))
     with meetings("sglang") as (trainer, opening, _):

@@ -188,10 +188,9 @@ def sent(ends, weights):
     "damaged, words",
     [
         (lambda shares: {"table": 7}, "the shares that rank 0 "),
-        (lambda shares: shares | {"needed": ["no base64"]}, "worker 0 sent a share that cannot be read"),
         (lambda shares: shares | {"bucket_bytes": 64}, "made another transfer plan than rank 1 "),
     ],
-    ids=["malformed", "unreadable", "other plan"],
+    ids=["malformed", "other plan"],
 )
 def test_what_makes_no_plan_ends_the_update_on_both_sides(ends, monkeypatch, damaged, words):
     put = HostedStore.set

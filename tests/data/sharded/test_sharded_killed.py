@@ -179,6 +179,5 @@ def counts():
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(at, marks=pytest.mark.exhaustive) for at in range(4, 200))])
 def test_killed_process_leaves_no_mixed_weights_and_no_hang(counts, seed):
-    """Whichever process is killed, no engine serves a mixture of versions, and no other process hangs."""
     role = ROLES[seed % len(ROLES)]
     assert_survived(role, random.Random(seed).randint(1, counts[role]))

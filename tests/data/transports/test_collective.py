@@ -126,7 +126,6 @@ def take_until(worker, stop_at):
 
 
 def test_worker_that_takes_no_version_gives_the_reason():
-    """All sides name the rank and tensor of a worker that refuses, and can connect again."""
     first, second = weights(0), weights(1)
     given = {**{name: torch.zeros(5000) for name in first}, "p07": torch.zeros(4)}
     with group(3) as members:

@@ -68,8 +68,6 @@ def test_ranks_write_a_chain_together_and_readers_end_equal(rank, world, folder)
 
 @on_ranks(2)
 def test_every_rank_raises_the_error_of_one_rank(rank, world, folder):
-    """A difference or failure of one rank is raised on all ranks, and the next version is whole."""
-
     def holed(name, shape, rank, world):
         return [] if name == "columns" and rank == 1 else blocks(name, shape, rank, world)
 

@@ -174,7 +174,6 @@ class TestBetweenProcesses:
 class TestDeaths:
     @pytest.mark.parametrize("at", [5, 20, 39])  # by 5 the worker has taken the first bucket
     def test_killed_trainer_frees_the_buffer_and_worker_reports(self, make, channel, at):
-        """A killed trainer frees the buffer; its worker raises an error and receives from the next trainer."""
         worker = make(timeout_s=WAIT_S)
         with running_python(calling(stops_sending, channel, int(signal.SIGKILL), at)) as child:
             with pytest.raises(WeightSyncError, match=r"the trainer.*is gone"):
@@ -186,7 +185,6 @@ class TestDeaths:
 
     @pytest.mark.parametrize("at", [0, 20, 39])
     def test_killed_worker_is_named_and_the_next_send_arrives(self, make, channel, at):
-        """The trainer names a killed worker, other workers learn of it, and the next send arrives."""
         trainer, worker = make(workers=2, timeout_s=WAIT_S), make()
         other = in_thread(lambda: worker.receive_weights(WAIT_S), "another worker")
         with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad:
@@ -253,7 +251,6 @@ class TestFailures:
         exchange(trainer, worker)
 
     def test_worker_may_leave_before_the_trainer_sees_completion(self, make):
-        """A worker that received every tensor may shut down before the trainer looks; the send succeeds."""
         worker, left = make(), threading.Event()
 
         class Waits(MappingSource):
@@ -329,7 +326,6 @@ class TestFailures:
         assert received["39"][0] == 1
 
     def test_a_worker_that_looks_no_further_gets_the_next_version(self, make):
-        """It has every tensor, and does not ask whether there are more."""
         trainer, within = make(), Deadline(WAIT_S)
         with joined(trainer) as worker:
             for value in (1, 2):
@@ -374,7 +370,6 @@ class TestFailures:
         assert trainer.staging_bytes == 4 << 20
 
     def test_handoff_of_too_many_buckets_is_refused_by_both_ends(self, make, monkeypatch):
-        """Trainer and worker refuse a handoff of too many buckets before either of them waits."""
         trainer, within = make(), Deadline(10 * WAIT_S)
         huge, source = (ParamMeta("huge", torch.uint8, ((SMALL_BYTES << 19) + 1,)),), MappingSource({})
         monkeypatch.setattr(source, "params", lambda: huge)
