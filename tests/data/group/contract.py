@@ -58,6 +58,12 @@ class CarrierContract:
         """Return the carrier of a seat, formed."""
         raise NotImplementedError
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def class_patch(cls):
+        with pytest.MonkeyPatch.context() as patch:
+            yield patch
+
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def world(cls):

@@ -1,4 +1,4 @@
-"""Every carrier of ours under one contract: gloo, a backend of torch's, and NCCL over a stand-in for its package."""
+"""Carriers over torch's backends under the contract, and which carrier a device gets."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ from torchrl_ext.data.group.nccl import NcclCarrier
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="class")
-def class_patch():
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
 
 
 # gloo
@@ -192,21 +186,6 @@ class TestTorch(CarrierContract):
                     TorchCarrier(replace(seat, backend="nccl"))
         (warning,) = [one.message for one in caplog.records if "watchdog" in one.message]
         assert "ends this process" in warning and "torchrl_ext[nccl]" in warning
-
-
-# NCCL
-
-
-class TestNccl(CarrierContract):
-    backend = "nccl"
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def world(cls, class_patch):
-        return fake_nccl.install(class_patch)
-
-    def carrier(self, seat):
-        return NcclCarrier(seat)
 
 
 # which carrier

@@ -1,4 +1,5 @@
-"""What is NCCL's own: errors that come by themselves, streams, memory after an abort, and its environment."""
+"""NCCL over a stand-in for its package: the contract of carriers, and what is its own: errors that come by themselves,
+streams, memory after an abort, and its environment."""
 
 from __future__ import annotations
 
@@ -35,15 +36,19 @@ from torchrl_ext.data.transports.native import NativeTransport
 CPU = torch.device("cpu")
 
 
-class Kit(CarrierContract):
-    __test__ = False
+class TestNccl(CarrierContract):
     backend = "nccl"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def world(cls, class_patch):
+        return fake_nccl.install(class_patch)
 
     def carrier(self, seat):
         return NcclCarrier(seat)
 
 
-KIT = Kit()
+KIT = TestNccl()
 
 
 @pytest.fixture

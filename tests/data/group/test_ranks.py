@@ -108,7 +108,7 @@ def test_update_fails_on_all_ranks_or_none(kind, updates):
         stores = Stores(kind, folder)
         trainer = stores.trainer(3)
         for version, (first, *ways) in enumerate([*updates, ("leads", "follows", "follows")], 1):
-            trainer[0]._timeout_s = 1.0 if "is away" in ways else PATIENT_S
+            trainer[0]._timeout_s = 0.5 if "is away" in ways else PATIENT_S
             calls = [pool.submit(trainer[at].following, steps[way]) for at, way in enumerate(ways, 1) if way in steps]
             if ways == ["follows", "follows"] and first == "leads":
                 assert lead(trainer[0], version) == [{"version": version}] * 2

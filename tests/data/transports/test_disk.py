@@ -75,7 +75,7 @@ class Gathering(WeightSource):
     """Every tensor is made for the pass, as a gathered one is."""
 
     def params(self):
-        return tuple(ParamMeta(f"w{i:03d}", torch.uint8, (4 << 20,)) for i in range(96))
+        return tuple(ParamMeta(f"w{i:03d}", torch.uint8, (2 << 20,)) for i in range(96))
 
     def __iter__(self):
         for i, meta in enumerate(self.params()):
@@ -83,7 +83,7 @@ class Gathering(WeightSource):
 
 
 def publishes_in_bounds(root):
-    shard_bytes, coming = 96 << 20, 4 << 20  # the tensor that is made while two shards are held
+    shard_bytes, coming = 48 << 20, 2 << 20  # the tensor that is made while two shards are held
     transport = tx.DiskTransport(root, shard_bytes=shard_bytes)
     transport.send_weights({"x": torch.zeros(1)})  # threads, imports
     with track_peak() as extra:
