@@ -180,7 +180,7 @@ def stopped(rank, world, port, root, point):
     join(rank, world, port)
     own, write = weights(), _LocalDraft.write
     source = Blocks(own, rank, world, meet=meet)
-    trainer = tx.DeltaTransport(root, keyframe_every=2 if point == "in a keyframe" else 0, timeout_s=4)
+    trainer = tx.DeltaTransport(root, keyframe_every=2 if point == "in a keyframe" else 0, timeout_s=5)
     for version in (1, 2):
         trainer.send_weights(source)
         step(own, version)

@@ -194,17 +194,12 @@ def leave(workers, name):
     return [worker.answer() for worker in workers]
 
 
-def test_every_bit_arrives_at_four_workers_in_two_versions(trainer, workers):
+def test_every_bit_arrives_and_a_failed_transfer_frees_workers(trainer, workers):
     name = connect(trainer, workers)
     send(trainer, workers, name)
     send(trainer, workers, name, 2)
-    assert leave(workers, name) == [{"ok": None}] * 4
-
-
-def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
-    name = connect(trainer, workers)
     source = Interrupted(weights(), 5, broken)
-    handoff = prepared(trainer, source)
+    handoff = prepared(trainer, source, 3)
     tell_to_receive(handoff, source, workers, name)
     with pytest.raises(ValueError, match="the source broke"):
         handoff.transfer(Deadline(WAIT_S))
@@ -216,8 +211,8 @@ def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
         assert worker.answer() == {"ok": None}
     again = connect(trainer, workers)
     assert (name, again) == ("torchrl_ext-1", "torchrl_ext-2")
-    send(trainer, workers, again, 2)
-    leave(workers, again)
+    send(trainer, workers, again, 4)
+    assert leave(workers, again) == [{"ok": None}] * 4
 
 
 def test_missing_rank_ends_rendezvous_at_trainer_deadline(workers):
