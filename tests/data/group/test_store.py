@@ -165,11 +165,13 @@ def test_a_frozen_trainer_is_noticed_by_every_question():
         for within in (Deadline(0.0), Deadline(WAIT_S)):
             with pytest.raises(NotConnectedError, match="hangs: it said nothing in 1 s"):
                 worker.find("absent", within)
-        ends_it = threading.Timer(10 * SHORT_S, child.kill)  # so that nobody hangs
+        late = []
+        ends_it = threading.Timer(10 * SHORT_S, lambda: (late.append("it waited for ever"), child.kill()))
         ends_it.start()
         with pytest.raises(DeadlineError, match=f"127.0.0.1:{port} did not answer within 1 s"):
             RemoteStore("127.0.0.1", port, "s", Deadline(SHORT_S))
         ends_it.cancel()
+        assert not late
 
 
 def forks(host, port):
