@@ -223,7 +223,10 @@ def test_a_setting_of_one_end_is_named_before_anything_forms(fabric, monkeypatch
     members = [place(port, "nccl") for _ in range(2)]
     own = members[1]._note
 
-    note = lambda *args: msgspec.structs.replace(own(*args), settings={"NCCL_PROTO": "Simple"})  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_PROTO", "Simple")
+        settings = nccl.settings()
+    note = lambda *args: msgspec.structs.replace(own(*args), settings=settings)  # noqa: E731
     monkeypatch.setattr(members[1], "_note", note)  # of a process of its own
     for failed in beside(*(partial(meet, member, rank) for rank, member in enumerate(members))):
         assert type(failed) is ConfigError and "rank 1 has Simple as the environment variable NCCL_PROTO" in str(failed)
