@@ -17,7 +17,6 @@ SHORT = frozenset(
         "control/test_vllm_client.py",
         "sync/test_rlvllm.py",
         "data/transports/test_collective.py",
-        "data/group/test_collective_meeting.py",
         "data/transports/test_delta_broadcast.py",
         "data/transports/test_ipc.py",
         "data/transports/test_native.py",

@@ -18,8 +18,6 @@ from tests.lag.carrier import carried
 from torchrl_ext.testing import DTYPES, SMALL_BYTES, WAIT_S, any_bits, same_bits
 
 VERSIONS = 3
-KINDS = (contract.OnChannel, contract.UnderRoot, contract.InGroup)
-SUITES = [suite for kind in KINDS for suite in kind.__subclasses__()]
 HOST, DEFAULT, SIDE, BOTH = "host", "default stream", "side stream", "two devices"
 PLACES = [(SIDE, DEFAULT), (DEFAULT, SIDE), (SIDE, SIDE), (HOST, SIDE), (SIDE, HOST), (BOTH, DEFAULT), (DEFAULT, BOTH)]
 
@@ -98,7 +96,7 @@ def named(suites):
 
 
 @pytest.mark.parametrize(("sending", "receiving"), PLACES, ids=[f"from {one} to {other}" for one, other in PLACES])
-@named(SUITES)
+@named(contract.SUITES)
 def test_every_version_arrives_whatever_stream_it_is_on(lag, suite, sending, receiving, tmp_path):
     assert exchanged(suite, sending, receiving, tmp_path) == []
 

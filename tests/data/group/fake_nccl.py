@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 from tests.data.group.members import WAIT_S
@@ -31,61 +31,52 @@ class NCCLError(Exception):
     """Of the bindings, no RuntimeError."""
 
 
-class Event:
-    def __init__(self):
-        self.reached = threading.Event()
-
-    def query(self):
-        return self.reached.is_set()
+class Event(threading.Event):
+    query = threading.Event.is_set
 
 
 class Stream:
     """Runs what is queued on it in order, in a thread."""
 
     def __init__(self, device=None):
-        self.cuda_stream, self.waited, self._queued = len(STREAMS), [], queue.SimpleQueue()
+        queued = queue.SimpleQueue()
+        self.cuda_stream, self.waited, self.put, self._next = len(STREAMS), [], queued.put, queued.get
         STREAMS.append(self)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self):
         while True:
-            self._queued.get()()
-
-    def put(self, call):
-        self._queued.put(call)
+            self._next()()
 
     def record_event(self):
         event = Event()
-        self.put(event.reached.set)
+        self.put(event.set)
         return event
 
     def wait_event(self, event):
         self.waited.append(event)
-        self.put(event.reached.wait)
+        self.put(event.wait)
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
 
     def query(self):
-        return self.record_event().reached.wait(_TURN_S)
+        return self.record_event().wait(_TURN_S)
 
 
-class Cuda:
+class Cuda(threading.local):
     """What is used of torch.cuda; each thread has a current stream of its own."""
 
     Stream = Stream
 
     def __init__(self):
-        self._own = threading.local()
+        self._own = Stream()
 
     def current_stream(self, device=None):
-        if not hasattr(self._own, "stream"):
-            self._own.stream = Stream()
-        return self._own.stream
+        return self._own
 
-    @contextmanager
     def device(self, device):
-        yield
+        return nullcontext()
 
 
 class Fabric:
@@ -106,14 +97,8 @@ class Fabric:
         assert any(over() for _ in Deadline(WAIT_S).pauses(longest_s=_TURN_S))
 
 
-class UniqueId:
+class UniqueId(bytes):
     made = itertools.count(1)
-
-    def __init__(self, content=None):
-        self.content = next(self.made).to_bytes(128, "big") if content is None else content
-
-    def __bytes__(self):
-        return self.content
 
     @classmethod
     def from_bytes(cls, content):
@@ -237,7 +222,7 @@ def core(fabric):
         UniqueId=UniqueId,
         NCCLConfig=lambda blocking: SimpleNamespace(blocking=blocking),
         SUM="sum",
-        get_unique_id=UniqueId,
+        get_unique_id=lambda: UniqueId(next(UniqueId.made).to_bytes(128, "big")),
         get_error_string=WORDS.get,
         get_version=lambda: SimpleNamespace(libnccl=library),
         group=group,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis.strategies import randoms
 
 from tests.hostile import worse_json
-from tests.processes import calling, python
+from tests.processes import calling, files_of, maps_of, python
 from torchrl_ext.base.errors import TransportError, WeightSyncError
 from torchrl_ext.data.group import memory
 from torchrl_ext.data.group.memory import HOST, DeviceHandle, HostHandle, create
@@ -30,7 +30,6 @@ def plain(handle):
 
 class TestOnTheHost:
     def test_host_segment_is_shared_by_json_and_cannot_be_truncated(self):
-        """A host segment's handle is plain JSON, its memory is shared, and no process can truncate it."""
         own = create(HOST, 8192)
         other = HostHandle.from_json(plain(own.handle)).attach()
         own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -40,6 +39,15 @@ class TestOnTheHost:
         for segment in (own, other):
             segment.close()
             segment.close()
+
+    def test_a_forked_child_keeps_nothing_of_its_parent_alive(self):
+        with closing(create(HOST, 8192)) as own, closing(own.handle.attach()):
+            pid = os.fork()
+            if pid == 0:
+                held = [*files_of(os.getpid()), maps_of(os.getpid())]
+                os._exit("memfd:torchrl_ext" in "".join(held))
+            assert os.waitpid(pid, 0)[1] == 0
+            assert "memfd:torchrl_ext" in maps_of(os.getpid())
 
     def test_a_process_that_is_gone_is_named(self):
         child = subprocess.Popen([sys.executable, "-c", ""])
@@ -96,14 +104,12 @@ class TestOnADevice:
         return rebuilt
 
     def test_cuda_handle_is_rebuilt_in_another_process_only(self, played):
-        """Another process rebuilds the CUDA memory from its handle; the process that owns it maps nothing."""
         own = create("GPU-0", 8192)
         handle = DeviceHandle.from_json(plain(own.handle))
         assert handle.attach().flat is own.flat and not played
         msgspec.structs.replace(handle, key="another process's").attach()
         assert played[0][7:] == self.SHARED
 
-    def test_a_device_that_is_not_seen_here_is_named(self, played):
-        handle = msgspec.structs.replace(create("GPU-0", 8192).handle, key="another's", device="GPU-7")
+        handle = msgspec.structs.replace(handle, key="another's", device="GPU-7")  # which is not seen here
         with pytest.raises(TransportError, match="memory on GPU-7 cannot be mapped here"):
             handle.attach()

@@ -1,4 +1,5 @@
-"""What is NCCL's own: errors that come by themselves, streams, memory after an abort, and its environment."""
+"""NCCL over a stand-in for its package: the contract of carriers, and what is its own: errors that come by themselves,
+streams, memory after an abort, and its environment."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -34,15 +36,19 @@ from torchrl_ext.data.transports.native import NativeTransport
 CPU = torch.device("cpu")
 
 
-class Kit(CarrierContract):
-    __test__ = False
+class TestNccl(CarrierContract):
     backend = "nccl"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def world(cls, class_patch):
+        return fake_nccl.install(class_patch)
 
     def carrier(self, seat):
         return NcclCarrier(seat)
 
 
-KIT = Kit()
+KIT = TestNccl()
 
 
 @pytest.fixture
@@ -54,9 +60,7 @@ def fabric(monkeypatch):
 def met(size=2, **how):
     """Ends of a group, of which ranks 0 and 1 have exchanged a byte: their connection is there."""
     with KIT.groups(size, **how) as ends:
-        first, second = ends[:2]
-        sends = lambda: first.wait(first.send(KIT.filled(1), 1))  # noqa: E731
-        assert beside(sends, lambda: second.wait(second.receive(KIT.blank(1), 0))) == [None, None]
+        KIT.carry(*ends[:2], nbytes=1)
         yield ends
 
 
@@ -86,25 +90,21 @@ def test_what_an_abort_cuts_short_has_not_landed(fabric):
         assert "aborted" in str(work.failure) and work.landed == 0
 
 
-def test_an_error_while_a_communicator_forms_is_raised(fabric, monkeypatch):
-    core = sys.modules["nccl"].core
-    monkeypatch.setattr(core.Communicator, "get_async_error", lambda self: fake_nccl.REMOTE_ERROR)
-    with KIT.seats(2) as seats, pytest.raises(TransportError, match="could not be made: NCCL reports remote process"):
-        Group.form(seats[0], NcclCarrier)
-
-
-def test_a_communicator_that_does_not_form_is_aborted(fabric):
-    with KIT.seats(2, SHORT_S) as seats:
-        with pytest.raises(DeadlineError, match="NCCL formed no communicator with the other end within 1 s"):
+@pytest.mark.parametrize("how", ["error", "deadline", "stop"])
+def test_a_communicator_that_does_not_form_is_aborted(fabric, monkeypatch, how):
+    with KIT.seats(2, SHORT_S if how == "deadline" else WAIT_S) as seats:
+        error, words = TransportError, r"formed no communicator .* an abort, ended the wait"
+        if how == "error":
+            failed = lambda self: fake_nccl.REMOTE_ERROR  # noqa: E731
+            monkeypatch.setattr(sys.modules["nccl"].core.Communicator, "get_async_error", failed)
+            words = "could not be made: NCCL reports remote process"
+        elif how == "stop":
+            threading.Timer(0.2, seats[0].within.stop.set).start()
+        else:
+            error, words = DeadlineError, "NCCL formed no communicator with the other end within 1 s"
+        with pytest.raises(error, match=words):
             Group.form(seats[0], NcclCarrier)
         fabric.until(lambda: fabric.seen[0] == ["abort"])
-
-
-def test_a_stop_ends_the_wait_for_a_communicator(fabric):
-    with KIT.seats(2) as seats:
-        threading.Timer(0.2, seats[0].within.stop.set).start()
-        with pytest.raises(TransportError, match=r"formed no communicator .* an abort, ended the wait"):
-            Group.form(seats[0], NcclCarrier)
 
 
 @pytest.mark.parametrize("left", ["no hex", 7, "00ff"])
@@ -113,16 +113,6 @@ def test_a_damaged_unique_id_is_refused(left, fabric):
         seats[0].store.set("group/nccl", left)
         with pytest.raises(TransportError, match=r"rank 0 left .* 128 bytes|buffer length must be 128 bytes"):
             Group.form(seats[1], NcclCarrier)
-
-
-def test_errors_of_the_packages_own_classes_are_translated(fabric, monkeypatch):
-    def broken(self, flat, peer, *, stream):
-        raise fake_nccl.NCCLError("invalid argument")
-
-    with met() as (first, _):
-        monkeypatch.setattr(sys.modules["nccl"].core.Communicator, "send", broken)
-        with pytest.raises(TransportError, match=r"to rank 1 \(pid 1001\): NCCL failed: invalid argument"):
-            first.send(KIT.filled(9), 1)
 
 
 # streams and memory
@@ -147,23 +137,20 @@ def test_bytes_are_read_behind_what_the_caller_queued(fabric):
 
 
 def test_one_call_begins_all_transfers_of_a_block(fabric):
-    with met() as (first, second):
+    with met() as ends:
         del fabric.seen[0][:]
-        flats = [KIT.blank(9) for _ in range(4)]
 
-        def run(end, calls):
+        def run(end):
             with end.together():
-                works = [getattr(end, call)(flat, 1 - end.rank) for call, flat in calls]
+                works = [end.send(KIT.blank(9), 1 - end.rank), end.receive(KIT.blank(9), 1 - end.rank)]
             for work in works:
                 end.wait(work)
 
-        own, other = zip(["send", "receive"], flats[:2], strict=True), zip(["receive", "send"], flats[2:], strict=True)
-        assert beside(lambda: run(first, own), lambda: run(second, other)) == [None, None]
+        assert beside(*(partial(run, end) for end in ends)) == [None, None]
         assert fabric.seen[0] == [[("send", 1), ("recv", 1)]]
 
 
 def test_a_large_tensor_travels_uncut_between_devices(fabric):
-    """Slices keep several connections of gloo busy; a device has its own way."""
     meta = ParamMeta("large", torch.uint8, (20 * MIB,))
     buckets = buckets_of((meta,), 256 * MIB, DEVICE)
     with met() as (first, second):
@@ -183,9 +170,8 @@ def test_memory_is_held_until_an_abort_is_over(fabric, monkeypatch):
         flat = KIT.blank(9)
         memory = weakref.ref(flat)
         work = first.receive(flat, 1)
-        monkeypatch.setattr(
-            sys.modules["nccl"].core.Communicator, "abort", lambda self: (ended.wait(WAIT_S), abort(self))
-        )
+        late = lambda self: (ended.wait(WAIT_S), abort(self))  # noqa: E731
+        monkeypatch.setattr(sys.modules["nccl"].core.Communicator, "abort", late)
         first.sever()
         del flat, work
         gc.collect()
@@ -214,12 +200,9 @@ def pinned(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.utils.nccl", SimpleNamespace(unpinned_nccl_env=unpinned_nccl_env))
 
 
-def test_what_vllm_pins_for_itself_is_not_compared(pinned):
-    assert nccl.settings() == {"NCCL_ALGO": "ring", "NCCL_NTHREADS": "64"}
-    assert os.environ["NCCL_PROTO"] == "Simple"
-
-
 def test_communicators_form_without_what_vllm_pins(pinned, fabric, monkeypatch):
+    """Nor do ranks compare it."""
+    assert nccl.settings() == {"NCCL_ALGO": "ring", "NCCL_NTHREADS": "64"}
     seen, core = [], sys.modules["nccl"].core
     initialize, get_unique_id = core.Communicator.initialize, core.get_unique_id
 
@@ -240,11 +223,12 @@ def test_a_setting_of_one_end_is_named_before_anything_forms(fabric, monkeypatch
     members = [place(port, "nccl") for _ in range(2)]
     own = members[1]._note
 
-    def note(*args):  # of a process of its own
-        return msgspec.structs.replace(own(*args), settings={"NCCL_PROTO": "Simple"})
-
-    monkeypatch.setattr(members[1], "_note", note)
-    for failed in beside(lambda: meet(members[0], 0), lambda: meet(members[1], 1)):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_PROTO", "Simple")
+        settings = nccl.settings()
+    note = lambda *args: msgspec.structs.replace(own(*args), settings=settings)  # noqa: E731
+    monkeypatch.setattr(members[1], "_note", note)  # of a process of its own
+    for failed in beside(*(partial(meet, member, rank) for rank, member in enumerate(members))):
         assert type(failed) is ConfigError and "rank 1 has Simple as the environment variable NCCL_PROTO" in str(failed)
         assert "start the trainer with NCCL_PROTO=Simple" in str(failed)
     assert not fabric.seen
@@ -290,15 +274,7 @@ def test_a_group_with_stock_vllm_is_carried_by_the_package(fabric):
         worker.close()
 
 
-def test_a_stock_worker_that_does_not_come_ends_the_meeting(fabric):
-    with meetings("vllm") as (trainer, opening, _):
-        with pytest.raises(DeadlineError, match="the 2 ranks of a group did not meet"):
-            opening.transfer(Deadline(SHORT_S))
-        assert not trainer.check_connection()
-
-
 def test_a_group_with_stock_sglang_stays_with_torch(fabric, monkeypatch):
-    """Its own end is a process group of torch's."""
     made = []
     monkeypatch.setattr(native, "TorchCarrier", lambda seat, store: made.append(store) or SimpleNamespace(abort=list))
     with meetings("sglang") as (trainer, opening, _):

@@ -17,15 +17,9 @@ from hypothesis import strategies as st
 
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import on_ranks
+from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import (
-    ConcurrentUpdateError,
-    DeadlineError,
-    ManifestError,
-    NotConnectedError,
-    TransportError,
-    UpdateError,
-)
+from torchrl_ext.base.errors import DeadlineError, ManifestError, NotConnectedError, TransportError
 from torchrl_ext.data.group.ranks import RankStore, TrainerRanks, numbered
 
 PATIENT_S = 60.0
@@ -54,11 +48,6 @@ class Stores:
         return [TrainerRanks("policy", timeout_s, group=lambda group=group: group) for group in groups]
 
 
-@pytest.fixture(params=KINDS)
-def stores(request, tmp_path):
-    return Stores(request.param, tmp_path)
-
-
 @pytest.fixture
 def stored(tmp_path):
     return Stores("hash", tmp_path)
@@ -79,10 +68,6 @@ def fail(args):
     raise ManifestError("the tensors differ", expected="the same", state="nothing was sent", hint="look")
 
 
-def failing():
-    return {"echo": fail}
-
-
 def raising(error):
     def steps():
         raise error
@@ -90,8 +75,10 @@ def raising(error):
     return steps
 
 
-def lead(ranks, version):
+def lead(ranks, version, fails=False):
     with ranks.leading() as session:
+        if fails:
+            raise ValueError("no module")
         said = session.ask("echo", version=version)
         session.version = version
         session.settle()
@@ -112,53 +99,44 @@ UPDATE = st.tuples(st.sampled_from(["leads", "leads", "fails"]), st.sampled_from
 @given(st.sampled_from(KINDS), st.lists(UPDATE, max_size=4))
 @example("tcp", [("leads", "is away", "fails a step"), ("fails", "follows", "fails to begin"), ("leads", *WAYS[::3])])
 def test_update_fails_on_all_ranks_or_none(kind, updates):
-    """An update fails on all trainer ranks or on none, and all ranks take part in the next one."""
-    steps = {"follows": echo, "fails to begin": raising(ManifestError("the tensors differ")), "fails a step": failing}
+    steps = {
+        "follows": echo,
+        "fails to begin": raising(ManifestError("the tensors differ")),
+        "fails a step": lambda: {"echo": fail},
+    }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         stores = Stores(kind, folder)
         trainer = stores.trainer(3)
         for version, (first, *ways) in enumerate([*updates, ("leads", "follows", "follows")], 1):
-            trainer[0]._timeout_s = 1.0 if "is away" in ways else PATIENT_S
+            trainer[0]._timeout_s = 0.5 if "is away" in ways else PATIENT_S
             calls = [pool.submit(trainer[at].following, steps[way]) for at, way in enumerate(ways, 1) if way in steps]
-            met = None
-            try:
-                with trainer[0].leading() as session:
-                    if first == "fails":
-                        raise ValueError("no module")
-                    assert session.ask("echo", version=version) == [{"version": version}] * 2
-                    session.version = version
-                    session.settle()
-            except (ValueError, ManifestError, DeadlineError) as error:
-                met = error
             if ways == ["follows", "follows"] and first == "leads":
-                assert met is None
+                assert lead(trainer[0], version) == [{"version": version}] * 2
                 assert [call.result(WAIT_S) for call in calls] == [version] * 2
                 continue
-            assert met is not None
+            with pytest.raises((ValueError, ManifestError, DeadlineError)) as met:
+                lead(trainer[0], version, fails=first == "fails")
             if "is away" in ways and "fails to begin" not in ways:
                 away = [str(at) for at, way in enumerate(ways, 1) if way == "is away"]
-                assert f"trainer rank{'s' * (len(away) > 1)} {', '.join(away)} did not answer" in str(met)
+                assert f"trainer rank{'s' * (len(away) > 1)} {', '.join(away)} did not answer" in str(met.value)
             calls += [pool.submit(trainer[at].following, echo) for at, way in enumerate(ways, 1) if way == "is away"]
             for call in calls:  # one that was away comes late, and hears of it
                 with pytest.raises((TransportError, ManifestError, DeadlineError)):
                     call.result(WAIT_S)
 
 
-class TestInStep:
-    def test_values_of_any_length_pass(self, stores, beside):
-        text = "x" * (9 << 20)  # more than one value of the store takes
-        first, second = stores.trainer()
-        call = beside(second.following, echo)
-        with first.leading() as session:
-            assert session.ask("echo", text=text) == [{"text": text}]
-        assert call.result(WAIT_S) is None
-
-    def test_the_store_does_not_grow(self, stores, beside):
-        trainer, counts = stores.trainer(3), []
-        for version in range(1, 31):
-            together(beside, trainer, version)
-            counts.append(stores.client().num_keys())
-        assert max(counts[3:]) <= counts[2], counts
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_any_length_pass_and_the_store_does_not_grow(kind, beside, tmp_path):
+    stores, counts, text = Stores(kind, tmp_path), [], "x" * (9 << 20)  # more than one value of the store takes
+    trainer = stores.trainer(3)
+    calls = [beside(ranks.following, echo) for ranks in trainer[1:]]
+    with trainer[0].leading() as session:
+        assert session.ask("echo", text=text) == [{"text": text}] * 2
+    assert [call.result(WAIT_S) for call in calls] == [None] * 2
+    for version in range(1, 21):
+        together(beside, trainer, version)
+        counts.append(stores.client().num_keys())
+    assert max(counts[3:]) <= counts[2], counts
 
 
 class TestFailures:
@@ -177,10 +155,9 @@ class TestFailures:
         together(beside, [first, second], 2)
 
     def test_rank_0_errors_of_any_class_reach_other_ranks(self, stored, beside):
-        """Other ranks hear of errors, interrupts and messages that are not valid text."""
         first, second = stored.trainer()
         for error, kind in (
-            (UpdateError("no engine is left"), UpdateError),
+            (errors.UpdateError("no engine is left"), errors.UpdateError),
             (KeyboardInterrupt(), TransportError),
             (OSError("no such file: \udcff"), TransportError),
         ):
@@ -192,8 +169,8 @@ class TestFailures:
             assert type(met.value) is kind
         assert "no such file: ?" in str(met.value)
 
-    def test_a_rank_that_comes_too_late_hears_that_it_was_missed(self, stores, beside):
-        first, second = stores.trainer(timeout_s=0.5)
+    def test_a_rank_that_comes_too_late_hears_that_it_was_missed(self, stored, beside):
+        first, second = stored.trainer(timeout_s=0.5)
         with pytest.raises(DeadlineError, match="trainer rank 1 did not answer"), first.leading():
             pytest.fail("not every rank is there")
         with pytest.raises(DeadlineError, match="trainer rank 0: trainer rank 1 did not answer"):
@@ -201,7 +178,6 @@ class TestFailures:
         together(beside, [first, second], 2)
 
     def test_second_thread_of_a_rank_is_refused_during_update(self, stored, beside):
-        """A second update call on the same rank is refused, and the update in progress completes."""
         trainer = stored.trainer()
         entered, refused = threading.Event(), threading.Event()
 
@@ -215,9 +191,9 @@ class TestFailures:
         update, call = beside(slow), beside(trainer[1].following, echo)
         assert entered.wait(WAIT_S)
         try:
-            with pytest.raises(ConcurrentUpdateError), trainer[0].leading():
+            with pytest.raises(errors.ConcurrentUpdateError), trainer[0].leading():
                 pytest.fail("two updates at once")
-            with pytest.raises(ConcurrentUpdateError):
+            with pytest.raises(errors.ConcurrentUpdateError):
                 trainer[1].following(echo)
         finally:
             refused.set()
@@ -227,8 +203,8 @@ class TestFailures:
 
 
 class TestWaits:
-    def test_a_stop_flag_ends_the_waits_of_both_sides(self, stores, beside):
-        trainer = stores.trainer()
+    def test_a_stop_flag_ends_the_waits_of_both_sides(self, stored, beside):
+        trainer = stored.trainer()
         within = Deadline(WAIT_S)
         call = beside(trainer[1].following, echo, within)
         within.stop.set()
@@ -245,7 +221,6 @@ class TestWaits:
         together(beside, trainer, 2)
 
     def test_rank_waits_for_rank_0_until_deadline(self, stored):
-        """A rank waits for rank 0 until its deadline, and raises its own error before the deadline's."""
         _, second = stored.trainer(timeout_s=0.01)
         with pytest.raises(DeadlineError, match="trainer rank 0 began no update"):
             second.following(echo)
@@ -280,16 +255,13 @@ class TestAlone:
             session.settle()
         assert ranks.session.answers() == []
 
-    def test_rank_without_group_gathers_and_assumes_success(self):
-        """A rank without a process group runs its gather step and returns no version."""
+    def test_rank_without_group_gathers_and_assumes_success(self, stored):
         ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
         assert not ranks.drives
         assert ranks.following(lambda: {"gather": ran.append}) is None
         assert ran == [{}]
         with pytest.raises(ManifestError):
             ranks.following(lambda: {"gather": fail})
-
-    def test_orders_need_a_session(self, stored):
         with pytest.raises(TransportError, match="leads no update"):
             stored.trainer()[0].session.order("echo")
 

@@ -12,15 +12,18 @@ import time
 from contextlib import contextmanager, suppress
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.control.sockets import talking
 from tests.data.group.members import SHORT_S, WAIT_S, beside
 from tests.hostile import worse_text
 from tests.processes import calling, finished, running_python
-from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import store
 from torchrl_ext.data.group.store import LOST, VALUE_BYTES, Channel, HostedStore, RemoteStore
 
@@ -31,6 +34,10 @@ def hosted(local=False):
 
 def joined(trainer, timeout_s=WAIT_S):
     return RemoteStore(trainer.host, trainer.port, trainer.secret, Deadline(timeout_s))
+
+
+def worker_at(port):
+    return RemoteStore("127.0.0.1", port, "s", Deadline(WAIT_S))
 
 
 @contextmanager
@@ -75,7 +82,7 @@ def test_a_wait_ends_with_value_deadline_or_stop(stores):
     for one in stores:
         stop = threading.Event()
         began = time.monotonic()
-        assert one.find("absent", Deadline(0.2)) is None and 0.2 <= time.monotonic() - began < WAIT_S / 4
+        assert one.find("absent", Deadline(0.2)) is None and time.monotonic() - began >= 0.2
         threading.Timer(0.1, stop.set).start()
         assert one.find("absent", Deadline(WAIT_S, stop=stop)) is None
         waits = [lambda one=one, n=n: one.find(f"later {n}", Deadline(WAIT_S)) for n in range(2)]
@@ -84,47 +91,31 @@ def test_a_wait_ends_with_value_deadline_or_stop(stores):
         stores[0].drop("later 0"), stores[0].drop("later 1")
 
 
-def test_a_wait_blocks_no_other_question(stores):
-    stop = threading.Event()
-    waits = [threading.Thread(target=one.find, args=("absent", Deadline(WAIT_S, stop=stop))) for one in stores]
-    for wait in waits:
-        wait.start()
-    began = time.monotonic()
-    for one in stores:
-        for number in range(50):
-            one.set("a", number)
-            assert one.find("a") == number
-    assert time.monotonic() - began < WAIT_S / 4
-    stop.set()
-    for wait in waits:
-        wait.join(WAIT_S)
+def test_a_wait_blocks_no_other_question():
+    with ends() as stores:
+        stop = threading.Event()
+        waits = [in_thread(lambda one=one: one.find("absent", Deadline(WAIT_S, stop=stop)), "wait") for one in stores]
+        for one in stores:
+            for number in range(50):
+                one.set("a", number)
+                assert one.find("a") == number
+        stop.set()
+        assert [wait.result(WAIT_S) for wait in waits] == [None] * 3
 
 
 @pytest.mark.parametrize("by", [0, 1])
 def test_who_closes_gives_the_reason_to_all(stores, by):
+    stores[0].set("answer", 7)
     waits = [lambda one=one: one.find("absent", Deadline(WAIT_S)) for one in stores if one is not stores[by]]
-    timer = threading.Timer(0.2, stores[by].close, ["it broke"])
-    timer.start()
-    began = time.monotonic()
+    threading.Timer(0.2, stores[by].close, ["it broke"]).start()
     for lost in beside(*waits):
         assert isinstance(lost, NotConnectedError) and "it broke" in str(lost)
-    assert time.monotonic() - began < WAIT_S / 4
+    stores[0].set(LOST, "another reason", keep=True)
     for one in stores:
         assert one.lost() == "it broke"
         with pytest.raises(NotConnectedError, match="it broke"):
             one.find("absent")
-        one.close("another reason")
-
-
-def test_the_first_reason_stays_and_values_stay_readable():
-    with ends() as (trainer, worker, other):
-        worker.set("answer", 7)
-        worker.close("first")
-        assert trainer.lost(Deadline(WAIT_S)) == "first"
-        other.close("second")
-        with pytest.raises(NotConnectedError, match="first"):
-            trainer.find("absent", Deadline(WAIT_S))
-        assert trainer.find("answer") == 7
+    assert stores[0].find("answer") == 7
 
 
 def leaves_a_will(host, port):
@@ -158,26 +149,29 @@ def hosts():
 
 
 def test_the_trainers_death_ends_waits_though_a_fork_lives():
-    with running_python(calling(hosts), fresh=True) as child:
-        worker = RemoteStore("127.0.0.1", int(child.stdout.readline()), "s", Deadline(WAIT_S))
-        timer = threading.Timer(0.2, child.kill)
-        timer.start()
+    with running_python(calling(hosts)) as child:
+        worker = worker_at(int(child.stdout.readline()))
+        threading.Timer(0.2, child.kill).start()
         with pytest.raises(NotConnectedError, match=r"it closed the connection, or ended|reset"):
             worker.find("absent", Deadline(WAIT_S))
 
 
 def test_a_frozen_trainer_is_noticed_by_every_question():
-    with running_python(calling(hosts), fresh=True) as child:
-        port = int(child.stdout.readline())
-        worker = RemoteStore("127.0.0.1", port, "s", Deadline(WAIT_S))
+    with running_python(calling(hosts)) as child:
+        worker = worker_at(port := int(child.stdout.readline()))
         worker.patience_s = SHORT_S
         os.kill(child.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        Deadline(WAIT_S).poll(lambda: psutil.Process(child.pid).status() == "stopped", "it runs")
         for within in (Deadline(0.0), Deadline(WAIT_S)):
             with pytest.raises(NotConnectedError, match="hangs: it said nothing in 1 s"):
                 worker.find("absent", within)
+        late = []
+        ends_it = threading.Timer(10 * SHORT_S, lambda: (late.append("it waited for ever"), child.kill()))
+        ends_it.start()
         with pytest.raises(DeadlineError, match=f"127.0.0.1:{port} did not answer within 1 s"):
             RemoteStore("127.0.0.1", port, "s", Deadline(SHORT_S))
+        ends_it.cancel()
+        assert not late
 
 
 def forks(host, port):
@@ -192,18 +186,25 @@ def forks(host, port):
 
 
 def test_a_forked_child_ends_nothing(stores):
-    done = finished(calling(forks, stores[0].host, stores[0].port), fresh=True)
+    done = finished(calling(forks, stores[0].host, stores[0].port))
     assert done.returncode == 0, done.stderr
     assert stores[0].find("gone", Deadline(WAIT_S)) and not stores[0].lost()
 
 
+def test_why_the_last_attempt_failed_is_in_the_error():
+    port = free_port()
+    with pytest.raises(DeadlineError, match=rf"no trainer \(rank 0\) listened at 127.0.0.1:{port} \(.*refused"):
+        RemoteStore("127.0.0.1", port, "s", Deadline(0.2))
+    with talking(lambda connection, _: None) as port:
+        said = [""]
+        while "it closed the connection" not in said[-1] and len(said) < 9:  # an attempt may be open at the deadline
+            with pytest.raises(DeadlineError) as error:
+                RemoteStore("127.0.0.1", port.port, "s", Deadline(0.3))
+            said.append(str(error.value))
+        assert "it closed the connection" in said[-1], said
+
+
 # strangers
-
-
-def test_only_who_knows_the_secret_gets_in(stores):
-    trainer = stores[0]
-    with pytest.raises(TransportError, match="give every rank the same secret"):
-        RemoteStore(trainer.host, trainer.port, "a guess", Deadline(WAIT_S))
 
 
 def test_a_worker_refuses_a_host_without_the_secret():
@@ -217,20 +218,13 @@ def test_a_worker_refuses_a_host_without_the_secret():
 
         threading.Thread(target=play).start()
         with pytest.raises(TransportError, match="refused this worker"):
-            RemoteStore("127.0.0.1", listener.getsockname()[1], "s", Deadline(WAIT_S))
+            worker_at(listener.getsockname()[1])
 
 
 def test_an_address_in_use_is_named(stores):
-    with pytest.raises(TransportError, match=r"cannot listen at .*: .*in use") as refused:
+    words = "pick another master_port" if stores[0].port else f"process {os.getpid()} of user {os.geteuid()}"
+    with pytest.raises(TransportError, match=rf"(?s)cannot listen at .*{words}"):
         HostedStore(stores[0].host, stores[0].port, "s")
-    assert stores[0].port is not None or f"process {os.getpid()} of user" in str(refused.value)
-
-
-def test_another_user_is_refused_at_a_local_address(monkeypatch):
-    with ends(local=True) as (trainer, *_):
-        monkeypatch.setattr(store, "_owner_of", lambda endpoint: (17, 12345))
-        with pytest.raises(TransportError, match=r"\(pid 17\) belongs to user 12345"):
-            joined(trainer)
 
 
 def test_silent_strangers_keep_nobody_out(stores, monkeypatch):
@@ -291,6 +285,8 @@ def framed(data):
 
 
 def test_who_only_guesses_the_secret_writes_nothing(kept):
+    with pytest.raises(TransportError, match="give every rank the same secret"):
+        RemoteStore("127.0.0.1", kept.port, "a guess", Deadline(WAIT_S))
     data = framed(msgspec.json.encode({**REQUESTS[0], "key": "guessed"}))
     for secret in ("a guess", "s"):
         say(kept.port, data, secret)
@@ -299,7 +295,6 @@ def test_who_only_guesses_the_secret_writes_nothing(kept):
 
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_malformed_requests_do_not_stop_the_store(kept, draw, known):
-    """After any bytes from one client, the store serves the next worker."""
     data = worse_text(draw.choice(REQUESTS), draw) if known else draw.randbytes(draw.choice([48, 200]))
     if draw.random() < 0.2:
         data = draw.choice([b"", b"{", b"\xff\xfe", b"[" * 100_000, b"NaNN"])

@@ -1,22 +1,24 @@
 """A tensor-parallel engine, small enough for hundreds of runs: its workers are threads.
 
 Each worker holds a slice of every tensor, lands what comes in live memory, and takes messages from a `EngineWorker`, as
-in a real engine. It is driven by JSON lines over a socket; `LinePort` is the client's end.
+in a real engine. It is driven by messages over a socket; `SocketPort` is the client's end.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
-from torchrl_ext.base.errors import EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import EngineError, EngineRefusedError, EngineUnreachableError, NotConnectedError
 from torchrl_ext.base.messages import Finish, State, read
 from torchrl_ext.base.types import EngineInfo, ParamMeta
 from torchrl_ext.control.port import EngineState, Port
+from torchrl_ext.data.group.store import Channel, listen, serve
 from torchrl_ext.data.landing.loader import Sliceable, WeightLoader
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
@@ -160,26 +162,21 @@ class Served:
         return {"answers": answers}
 
     def listen(self):
-        """Serve one client after the other beside the caller; return the port."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        """Serve clients beside the caller; return the port."""
+        listener = listen("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        serve(listener, self._talk, "engine")
+        return port
 
-        def accept():
+    def _talk(self, connected, _):
+        channel = Channel(connected, "a client")
+        with suppress(NotConnectedError):
             while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=talk, args=(connection,), daemon=True).start()
-
-        def talk(connection):
-            with connection, connection.makefile("rw") as lines:
-                for line in lines:
-                    lines.write(json.dumps(self.answer(json.loads(line))) + "\n")
-                    lines.flush()
-
-        threading.Thread(target=accept, daemon=True).start()
-        return listener.getsockname()[1]
+                channel.send(self.answer(channel.read(None)), Deadline(WAIT_S))
 
 
-class LinePort(Port):
-    kind, timeout_s = "lines", WAIT_S
+class SocketPort(Port):
+    kind, timeout_s = "socket", WAIT_S
 
     def __init__(self, port):
         self._address, self.url = ("127.0.0.1", port), f"127.0.0.1:{port}"
@@ -202,15 +199,12 @@ class LinePort(Port):
 
     def ask(self, do, **more):
         try:
-            with socket.create_connection(self._address, WAIT_S) as connection, connection.makefile("rw") as lines:
-                connection.settimeout(2 * WAIT_S)
-                lines.write(json.dumps({"do": do, **more}) + "\n")
-                lines.flush()
-                answer = json.loads(lines.readline() or "null")
-        except OSError as error:
+            channel = Channel(socket.create_connection(self._address, WAIT_S), self.url)
+            channel.send({"do": do, **more}, Deadline(WAIT_S))
+            answer = channel.read(Deadline(2 * WAIT_S))
+            channel.close()
+        except (OSError, NotConnectedError) as error:
             raise EngineUnreachableError(f"{self.url} is gone: {error}") from error
-        if answer is None:
-            raise EngineUnreachableError(f"{self.url} is gone")
         if "error" in answer:
             raise EngineRefusedError(answer["error"])
         return answer

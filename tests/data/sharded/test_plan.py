@@ -46,7 +46,6 @@ def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MO
 @settings(max_examples=120)
 @given(st.randoms(use_true_random=False))
 def test_plan_delivers_each_needed_element_once_within_bounds(rng):
-    """Each worker gets each element that it needs exactly once, within the bounds of the buckets."""
     params, held, needed, bucket_bytes = random_case(rng)
     carry_out(plan_of(held, needed, bucket_bytes, params), held, needed, bucket_bytes)
 
@@ -81,7 +80,7 @@ def agreed(params, held, needed, bucket_bytes) -> Agreement:
 
 
 def test_plans_that_differ_have_other_digests():
-    needed = [[list(blocks) for blocks in member] for member in TP_2]
+    needed = deepcopy(TP_2)
     needed[1][6] = []
     plans = [plan_of(FSDP_4, TP_2), plan_of(HSDP_2X2, TP_2), plan_of(FSDP_4, needed), plan_of(FSDP_4, TP_2, 1 << 13)]
     plans += [plan_of(FSDP_4, [*TP_2, TP_2[0]]), plan_of(FSDP_4, [*TP_2, TP_2[1]])]
@@ -89,7 +88,7 @@ def test_plans_that_differ_have_other_digests():
 
 
 def test_a_large_group_is_planned_in_seconds():
-    """A plan of 1,000 parameters for 64 ranks and 256 workers, each of which needs a part of its own."""
+    """Of 1,000 parameters for 64 ranks and 256 workers, each of which needs a part of its own."""
     shapes = [(64,), (4096, 4096), (1024, 4096), (12288, 4096), (512, 512)]
     params = [ParamMeta(f"{number}", torch.bfloat16, shapes[number % 5]) for number in range(1000)]
     held, needed = (
@@ -118,13 +117,15 @@ def test_rounds_of_a_large_tensor_stay_near_the_busiest_member():
 
 
 def test_what_is_no_part_of_a_parameter_is_refused_by_name():
-    needed = [[list(blocks) for blocks in member] for member in TP_2]
-    needed[1][6] = [Block((0, 0), (513, 1))]
-    with pytest.raises(ManifestError, match=r"worker 1 names the block from \[0, 0\] to \[513, 1\] of layers\.1\.q"):
-        plan_of(FSDP_4, needed)
-    needed[1][6] = [Block((1, 1), (3, 3)), Block((0, 0), (2, 2))]
-    with pytest.raises(ManifestError, match=r"worker 1 asks for elements of layers\.1\.q bfloat16\[512, 256\] twice"):
-        plan_of(FSDP_4, needed)
+    needed = deepcopy(TP_2)
+    twice = [Block((1, 1), (3, 3)), Block((0, 0), (2, 2))]
+    for blocks, words in (
+        ([Block((0, 0), (513, 1))], r"names the block from \[0, 0\] to \[513, 1\] of layers\.1\.q"),
+        (twice, r"asks for elements of layers\.1\.q bfloat16\[512, 256\] twice"),
+    ):
+        needed[1][6] = blocks
+        with pytest.raises(ManifestError, match=f"worker 1 {words}"):
+            plan_of(FSDP_4, needed)
     with pytest.raises(ManifestError, match="trainer rank 3 has a share of 34 parameters"):
         agreed(MODEL, shares([*FSDP_4[:3], FSDP_4[3][:-1]]), shares(TP_2), 1 << 20)
     with pytest.raises(ConfigError, match="bucket_bytes is 1"):
@@ -166,7 +167,6 @@ def damaged(value, data):
 @settings(max_examples=100)
 @given(st.data())
 def test_plan_for_damaged_needs_is_refused_or_within_bounds(data):
-    """A plan for damaged needs is refused, or moves only elements that lie within the parameters."""
     whole = Blocks.of_blocks([[Block.whole(meta.shape)] for meta in TWO])
     try:
         text = text_of(msgspec.msgpack.encode(damaged(deepcopy(GOOD), data)))

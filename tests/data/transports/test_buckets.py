@@ -73,7 +73,6 @@ def carry(buckets, params, sent, into, *, lasting):
 
 @given(TENSORS, st.integers(0, 1 << 14))
 def test_broadcast_buckets_have_bounded_size_or_one_large_tensor(tensors, bucket_bytes):
-    """Broadcast tensors arrive in full buckets of bounded size; a large tensor travels alone."""
     params, sent, into = made(tensors)
     buckets, capacity = buckets_of(params, bucket_bytes, SIZES), bucket_bytes - bucket_bytes // 8
     for bucket in buckets:
@@ -97,7 +96,6 @@ def test_what_goes_through_a_staging_buffer_fills_it_and_arrives(tensors, size):
 
 
 def test_large_tensors_stay_uncopied_with_large_bucket_sizes():
-    """A bucket size above the direct size still sends large tensors without a copy."""
     direct = SIZES.direct_bytes
     params = (ParamMeta("large", torch.uint8, (direct,)), ParamMeta("small", torch.uint8, (direct - 1,)))
     assert [bucket.direct for bucket in buckets_of(params, 8 * direct, SIZES)] == [True, False]
@@ -120,7 +118,6 @@ def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int8])
 def test_elements_of_a_byte_are_copied_as_bytes(dtype, monkeypatch):
-    """A device's kernel for many copies may know only some dtypes of a byte."""
     copy = torch._foreach_copy_
 
     def only_common(targets, sources):

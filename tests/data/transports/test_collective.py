@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import socket
 import sys
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -33,10 +30,16 @@ from tests.processes import calling, running_python
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
 from torchrl_ext.control.serving.processes import free_port
-from torchrl_ext.data.transports.base import Arrival, Update, Worker
+from torchrl_ext.data.transports.base import Worker
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
-from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits
+
+
+def sent(members, source, *receives):
+    """Send a version from the first member to the others; what each returned or raised."""
+    trainer, *workers = members
+    takes = receives or [worker.receive_weights for worker in workers]
+    return beside(lambda: trainer.send_weights("policy", source), *takes)
 
 
 def test_the_signature_is_that_of_torchrl():
@@ -45,15 +48,22 @@ def test_the_signature_is_that_of_torchrl():
     assert (transport.device, transport.backend) == (torch.device("cpu"), "gloo")
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, BUCKET, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [0, BUCKET])
 def test_three_workers_receive_every_bit_and_keep_each_version(bucket_bytes):
+    """And hear of a source that breaks, after which they connect again."""
     kept, before = [], dict(os.environ)
-    with group(4, bucket_bytes=bucket_bytes) as (trainer, *workers):
-        for seed in range(4):
-            receives = [worker.receive_weights for worker in workers]
-            _, *received = beside(lambda s=seed: trainer.send_weights("policy", weights(s)), *receives)
+    with group(4, bucket_bytes=bucket_bytes) as members:
+        for seed in range(3):
+            _, *received = sent(members, weights(seed))
             kept.append(received)
         assert dict(os.environ) == before and not torch.distributed.is_initialized()
+        failed, *lost = sent(members, Interrupted(weights(), 12, broken))
+        assert isinstance(failed, ValueError)
+        for error in lost:
+            assert isinstance(error, TransportError) and "the source broke" in str(error) and "rank 0" in str(error)
+        assert not any(one.check_connection() for one in members)
+        assert enter(*members) == [None] * 4
+        kept.append(sent(members, weights(3))[1:])
     assert all(same(one, weights(seed)) for seed, received in enumerate(kept) for one in received)
 
 
@@ -67,28 +77,12 @@ def test_a_rank_that_never_arrives_is_named_on_both_sides():
     trainer.shutdown()
 
 
-def test_a_worker_without_a_trainer_says_where_it_looked():
-    port = free_port()
-    with pytest.raises(DeadlineError, match=rf"no trainer \(rank 0\) listened at 127.0.0.1:{port}"):
-        member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
-
-
 def test_a_trainer_alone_must_know_how_many_workers_there_are():
     with pytest.raises(ConfigError, match="world_size"):
         VLLMCollectiveTransport(device="cpu").init_all_workers_group({})
 
 
-def test_a_taken_port_is_an_error_that_says_so():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        transport = member(taken.getsockname()[1], 0, 2)
-        with pytest.raises(TransportError, match="pick another master_port"):
-            transport.init_all_workers_group({})
-
-
 def test_port_is_free_after_shutdown_and_world_size_optional():
-    """A new group takes the same port, and a worker may leave the world size to the trainer."""
     port = free_port()
     for size in (2, None, 2):
         members = [member(port, 0, 2), member(port, 1, size)]
@@ -131,103 +125,46 @@ def take_until(worker, stop_at):
             break
 
 
-@pytest.mark.parametrize("how", ["cannot take it", "stops half-way"])
-def test_worker_that_takes_no_version_gives_the_reason(how):
-    """All sides name the rank and tensor of a worker that refuses or stops, and can connect again."""
+def test_worker_that_takes_no_version_gives_the_reason():
     first, second = weights(0), weights(1)
     given = {**{name: torch.zeros(5000) for name in first}, "p07": torch.zeros(4)}
-    with group(3) as (trainer, other, refuses):
-        refuse = (
-            partial(take_until, refuses, 7)
-            if how == "stops half-way"
-            else partial(refuses.receive_weights, weights=given)
-        )
-        told, lost, declined = beside(lambda: trainer.send_weights("policy", first), other.receive_weights, refuse)
-        assert isinstance(declined, ManifestError) == (how == "cannot take it") and not given["p00"].any()
-        for error in (told, lost):
+    with group(3) as members:
+        refuse = partial(members[2].receive_weights, weights=given)
+        *told, declined = sent(members, first, members[1].receive_weights, refuse)
+        assert isinstance(declined, ManifestError) and not given["p00"].any()
+        for error in told:
             assert isinstance(error, TransportError) and "rank 2" in str(error) and "'p07'" in str(error)
-        assert not any(one.check_connection() for one in (trainer, other, refuses))
-        assert enter(trainer, other, refuses) == [None] * 3
-        _, *both = beside(
-            lambda: trainer.send_weights("policy", second), other.receive_weights, refuses.receive_weights
-        )
-        assert all(same(one, second) for one in both)
-        assert (other.received_version, trainer.latest_version()) == (2, 2)
+        assert not any(one.check_connection() for one in members)
+        assert enter(*members) == [None] * 3
+        assert all(same(one, second) for one in sent(members, second)[1:])
+        assert (members[1].received_version, members[0].latest_version()) == (2, 2)
 
 
 def test_a_loader_may_stop_at_any_parameter():
-    """Wherever a loader stops, the trainer hears where, and the next update passes."""
     sizes = [1, 7, 50, 300, 300, 700, 3000, 700, 300, 20]  # most share buckets, one is too large
-    sent = {f"p{index}": any_bits(torch.float32, size, seed=index) for index, size in enumerate(sizes)}
-    with group(2) as (trainer, worker):
+    own = {f"p{index}": any_bits(torch.float32, size, seed=index) for index, size in enumerate(sizes)}
+    with group(2) as members:
         for stop_at in range(-1, len(sizes)):
-            told, _ = beside(lambda: trainer.send_weights("policy", sent), partial(take_until, worker, stop_at))
+            told, _ = sent(members, own, partial(take_until, members[1], stop_at))
             words = "it loaded nothing" if stop_at < 0 else f"stopped loading after 'p{stop_at}'"
             assert isinstance(told, TransportError) and "rank 1 (pid" in str(told) and words in str(told)
-            assert enter(trainer, worker) == [None, None]
-            _, received = beside(lambda: trainer.send_weights("policy", sent), worker.receive_weights)
-            assert same(received, sent)
+            assert enter(*members) == [None, None]
+            assert same(sent(members, own)[1], own)
 
 
-@pytest.mark.parametrize("who", ["trainer", "worker"])
-def test_an_abort_from_another_thread_ends_both_sides_at_once(who):
-    with group(2) as (trainer, worker):
-        reached, aborted = threading.Event(), threading.Event()
-        stuck = Interrupted(weights(count=40), 30, lambda: (reached.set(), aborted.wait(WAIT_S)))
-
-        def abort():
-            assert reached.wait(WAIT_S)
-            {"trainer": trainer, "worker": worker}[who].abort()
-            aborted.set()
-
-        began = time.monotonic()
-        sent, received, _ = beside(lambda: trainer.send_weights("policy", stuck), worker.receive_weights, abort)
-        assert time.monotonic() - began < WAIT_S
-        assert isinstance(sent, WeightSyncError) and isinstance(received, WeightSyncError)
-        assert "aborted" in str({"trainer": sent, "worker": received}[who])
+@pytest.mark.parametrize("who", [0, 1], ids=["trainer", "worker"])
+def test_an_abort_ends_both_sides_at_once(who):
+    with group(2) as members:
+        met = sent(members, Interrupted(weights(count=40), 30, members[who].abort))
+        assert all(isinstance(error, WeightSyncError) for error in met) and "aborted" in str(met[who])
 
 
 def test_an_abort_ends_the_wait_for_ranks_that_do_not_arrive():
     trainer, within = member(0, 0, None), Deadline(WAIT_S)
     handoff = trainer.open(1, (), within)
-    timer = threading.Timer(0.2, within.stop.set)
-    timer.start()
+    threading.Timer(0.2, within.stop.set).start()
     with pytest.raises(TransportError, match="an abort"):
         handoff.transfer(within)
-    trainer.shutdown()
-
-
-def opened(trainer, workers):
-    """Form a group with workers that a control layer invites, and return their ends."""
-    opening = trainer.open(workers, (), Deadline(WAIT_S))
-    info = json.loads(json.dumps(opening.info))
-    here = [Worker(rank=rank) for rank in range(1, 1 + workers)]
-    joins = [partial(VLLMCollectiveTransport.join, info, one, Deadline(WAIT_S)) for one in here]
-    return beside(lambda: opening.transfer(Deadline(WAIT_S)), *joins)[1:]
-
-
-def sent_to(trainer, source, version, ends):
-    """Send a version to these ends; return what each side returned or raised."""
-    handoff = trainer.prepare(Update(source=source, version=version), Deadline(WAIT_S))
-    arrival = Arrival(version=version, params=source.params(), info=json.loads(json.dumps(handoff.info)))
-    receives = (lambda end=end: dict(end.receive(arrival, {}, Deadline(WAIT_S))) for end in ends)
-    return beside(lambda: handoff.transfer(Deadline(WAIT_S)), *receives)
-
-
-def test_trainer_reconnects_to_other_workers_after_source_error():
-    """After its source failed, a trainer connects to another number of workers."""
-    trainer, sent = member(0, 0, None), weights()
-    for workers in (1, 2, 1):
-        ends = opened(trainer, workers)
-        _, *received = sent_to(trainer, MappingSource(sent), 1, ends)
-        assert all(same(one, sent) for one in received)
-        failed, *lost = sent_to(trainer, Interrupted(sent, 12, broken), 2, ends)
-        assert isinstance(failed, ValueError)
-        for error in lost:
-            assert isinstance(error, TransportError) and "the source broke" in str(error) and "rank 0" in str(error)
-        assert not trainer.check_connection() and not any(end.check_connection() for end in ends)
-        for end in ends:
-            end.close()
     trainer.shutdown()
 
 
@@ -242,13 +179,18 @@ def test_numbers_of_workers_that_do_not_fit_are_refused():
 # processes that end, die or freeze
 
 
-def receives(port, rank, size, stop_at):
-    """A worker that stops at a parameter until a line comes, takes the rest, and leaves."""
+def entered(port, rank, size):
+    """A member of a process of its own, which says how far it is."""
     end = member(port, rank, size)
     print("started", flush=True)
     end.init_all_workers_group({})
     print("connected", flush=True)
-    within = Deadline(WAIT_S)
+    return end
+
+
+def receives(port, rank, size, stop_at):
+    """A worker that stops at a parameter until a line comes, takes the rest, and leaves."""
+    end, within = entered(port, rank, size), Deadline(WAIT_S)
     worker = end.attend(within)
     for number, _ in enumerate(worker.receive(worker.next(within), {}, within)):
         if number == stop_at:
@@ -260,38 +202,55 @@ def receives(port, rank, size, stop_at):
 
 def sends(port):
     """A trainer that stops in the middle of its version until a line comes."""
-    end = member(port, 0, 2)
-    print("started", flush=True)
-    end.init_all_workers_group({})
-    print("connected", flush=True)
+    end = entered(port, 0, 2)
     sys.stdin.readline()
     end.send_weights("policy", Interrupted(weights(count=40), 30, stop))
 
 
+def says(child, *lines):
+    assert [child.stdout.readline() for _ in lines] == [f"{line}\n" for line in lines]
+
+
+def go_on(child):
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
 FROZEN_S = 3
+EITHER = (TransportError, DeadlineError)
 LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(40)}
 
 
-@pytest.mark.parametrize(("how", "kind"), [(signal.SIGKILL, TransportError), (signal.SIGSTOP, DeadlineError)])
-def test_worker_process_that_dies_or_freezes_ends_the_send(how, kind):
-    """The send ends with an error that names the rank and process of the worker."""
-    port = free_port()
-    with running_python(calling(receives, port, 1, 2, 3)) as child:
-        trainer = member(port, 0, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
-        assert child.stdout.readline() == "started\n"
-        trainer.init_all_workers_group({})
-        assert child.stdout.readline() == "connected\n"
+@pytest.mark.parametrize(
+    ("who", "moment", "how", "kind"),
+    [
+        ("worker", "half", signal.SIGKILL, TransportError),
+        ("worker", "half", signal.SIGSTOP, DeadlineError),
+        ("trainer", "idle", signal.SIGKILL, EITHER),
+        ("trainer", "half", signal.SIGKILL, EITHER),
+        ("trainer", "half", signal.SIGSTOP, EITHER),
+        pytest.param("trainer", "idle", signal.SIGSTOP, EITHER, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_process_that_dies_or_freezes_is_named_at_the_other_end(who, moment, how, kind):
+    port, rank = free_port(), ["trainer", "worker"].index(who)
+    with running_python(calling(receives, port, 1, 2, 3) if rank else calling(sends, port)) as child:
+        end = member(port, 1 - rank, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
+        says(child, "started")
+        end.init_all_workers_group({})
+        says(child, "connected")
 
         def strike():
-            assert child.stdout.readline() == "now\n"
+            if moment == "half":
+                if rank == 0:
+                    go_on(child)
+                says(child, "now")
             os.kill(child.pid, how)
 
-        began = time.monotonic()
-        sent, _ = beside(lambda: trainer.send_weights("policy", LARGE), strike)
-        assert isinstance(sent, kind)
-        assert f"no answer came from rank 1 (pid {child.pid}" in str(sent)
-        assert time.monotonic() - began < WAIT_S
-        trainer.shutdown()
+        lost, _ = beside(lambda: end.send_weights("policy", LARGE) if rank else end.receive_weights(WAIT_S), strike)
+        assert isinstance(lost, kind) and f"rank {rank} (pid {child.pid}" in str(lost)
+        assert ("no answer came from" in str(lost)) == bool(rank) and not end.check_connection()
+        end.shutdown()
 
 
 @pytest.mark.parametrize("slow_one_dies", [False, True])
@@ -304,54 +263,19 @@ def test_fast_worker_stays_in_the_group_until_slow_worker_ends(slow_one_dies):
         trainer.init_all_workers_group({})
 
         def watch():
-            assert [slow.stdout.readline() for _ in range(3)] == ["started\n", "connected\n", "now\n"]
-            assert [fast.stdout.readline() for _ in range(3)] == ["started\n", "connected\n", "took\n"]
+            says(slow, "started", "connected", "now")
+            says(fast, "started", "connected", "took")
             assert not select.select([fast.stdout], [], [], 1)[0]  # it stays for the slow one
             if slow_one_dies:
                 slow.kill()
-                assert fast.stdout.readline() == "left\n"
+                says(fast, "left")
                 trainer.abort()
             else:
-                slow.stdin.write("\n")
-                slow.stdin.flush()
-                assert [slow.stdout.readline() for _ in range(2)] == ["took\n", "left\n"]
-                assert fast.stdout.readline() == "left\n"
+                go_on(slow)
+                says(slow, "took", "left")
+                says(fast, "left")
 
-        sent, watched = beside(lambda: trainer.send_weights("policy", weights(count=1 + last)), watch)
+        met, watched = sent([trainer], weights(count=1 + last), watch)
         assert watched is None
-        assert isinstance(sent, TransportError) if slow_one_dies else sent is None
+        assert isinstance(met, TransportError) if slow_one_dies else met is None
         trainer.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("how", "moment"),
-    [
-        (signal.SIGKILL, "idle"),
-        (signal.SIGKILL, "half"),
-        pytest.param(signal.SIGSTOP, "idle", marks=pytest.mark.exhaustive),
-        (signal.SIGSTOP, "half"),
-    ],
-)
-def test_trainer_process_that_dies_or_freezes_ends_the_worker(how, moment):
-    """The worker's wait ends with an error that names rank 0, the trainer."""
-    port = free_port()
-    with running_python(calling(sends, port)) as child:
-        worker = member(port, 1, 2, timeout_s=WAIT_S if how is signal.SIGKILL else FROZEN_S)
-        assert child.stdout.readline() == "started\n"
-        worker.init_all_workers_group({})
-        assert child.stdout.readline() == "connected\n"
-
-        def strike():
-            if moment == "half":
-                child.stdin.write("\n")
-                child.stdin.flush()
-                assert child.stdout.readline() == "now\n"
-            os.kill(child.pid, how)
-
-        began = time.monotonic()
-        lost, _ = beside(lambda: worker.receive_weights(WAIT_S), strike)
-        assert isinstance(lost, (TransportError, DeadlineError))
-        assert "rank 0" in str(lost)
-        assert time.monotonic() - began < WAIT_S
-        assert not worker.check_connection()
-        worker.shutdown()

@@ -18,14 +18,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.base.registry import transports
 from torchrl_ext.data.transports.base import Abilities, Worker
-from torchrl_ext.testing import (
-    SMALL_BYTES,
-    WAIT_S,
-    Ends,
-    StandaloneContract,
-    assert_arrived,
-    free_port,
-)
+from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, StandaloneContract, assert_arrived, free_port
 
 
 class OnChannel(StandaloneContract):
@@ -111,34 +104,20 @@ class TestSharded(InGroup):
         return {"worker": None if rank == 0 else 0, "workers": 1}
 
 
+SUITES = [suite for kind in (OnChannel, UnderRoot, InGroup) for suite in kind.__subclasses__()]
+
+
 def test_every_registered_transport_is_under_the_contract():
-    covered = {suite.name for kind in (OnChannel, UnderRoot, InGroup) for suite in kind.__subclasses__()}
-    assert covered == set(tx.transports())
+    assert {suite.name for suite in SUITES} == set(tx.transports())
 
 
 REFUSED = {
-    "collective": [
-        {"rank": 2, "world_size": 2},
-        {"backend": "mpi"},
-        {"backend": "nccl", "device": "cpu"},
-        {"bucket_bytes": -1},
-    ],
-    "delta": [
-        {"encoding": "deltaz"},
-    ],
+    "collective": [{"rank": 2, "world_size": 2}, {"backend": "mpi"}, {"bucket_bytes": -1}],
+    "delta": [{"encoding": "deltaz"}],
     "disk": [{"files": {name: b""}} for name in ("../x", "a/b", "", ".hidden", "manifest.json", "model.safetensors")],
     "ipc": [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}],
-    "native": [
-        {"make": "tensorrt"},
-        {"make": "vllm"},
-        {"bucket_bytes": 0},
-        {"timeout_s": 0},
-        {"rank": 2, "world_size": 2},
-    ],
-    "sharded": [
-        {"bucket_bytes": 0},
-        {"worker": 2, "workers": 2},
-    ],
+    "native": [{"make": "tensorrt"}, {"make": "vllm"}, {"bucket_bytes": 0}, {"timeout_s": 0}],
+    "sharded": [{"bucket_bytes": 0}, {"worker": 2, "workers": 2}],
 }
 
 
@@ -149,9 +128,8 @@ def test_settings_that_cannot_work_are_refused_at_once(name, how, tmp_path):
         tx.make_transport(name, **where, **how)
 
 
-@pytest.mark.parametrize("suite", [TestMemory, TestIPC, TestDisk, TestDelta, *InGroup.__subclasses__()])
+@pytest.mark.parametrize("suite", SUITES)
 def test_worker_joins_damaged_offer_or_raises_our_error(suite, tmp_path, monkeypatch):
-    """For any damaged offer of a trainer, a worker joins or raises WeightSyncError, nothing else."""
     monkeypatch.setattr("torchrl_ext.data.transports.disk.VISIBLE_S", 0.0)
     trainer, ended = suite().make_trainer(tmp_path), Deadline(0.0)
     ended.stop.set()
@@ -168,7 +146,7 @@ def test_worker_joins_damaged_offer_or_raises_our_error(suite, tmp_path, monkeyp
     trainer.shutdown()
 
 
-@pytest.mark.parametrize("suite", [TestMemory, TestIPC, TestDisk, TestDelta, *InGroup.__subclasses__()])
+@pytest.mark.parametrize("suite", SUITES)
 def test_updates_leave_no_threads_behind(suite, tmp_path):
     ends, counts, weights = suite().make_ends(tmp_path), [], {"w": torch.ones(40, 50), "b": torch.ones(7)}
     for version in range(23):

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torchrl_ext as tx
 from tests.data.group.members import stop
 from tests.data.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
 from tests.processes import calling, running_python
+from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.data.stores import local
 from torchrl_ext.data.stores.chain import Chain
@@ -23,48 +25,34 @@ from torchrl_ext.data.versions import full as checkpoint_writer
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 
+
+def manifest(change):
+    return lambda folder: rewrite(folder / "manifest.json", change)
+
+
 DAMAGES = {
     "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),
     "a missing payload": (lambda d: (d / "delta-00001.bin").unlink(), r"delta-00001.bin is missing, .*'a.weight'"),
-    "a truncated manifest": (
-        lambda d: (d / "manifest.json").write_bytes((d / "manifest.json").read_bytes()[:200]),
-        r"weight_v000003/manifest.json is damaged",
-    ),
-    "a codec nobody knows": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m["delta"]["codecs"].__setitem__(0, {"name": "quantum"})),
-        r"'quantum'",
-    ),
+    "a cut manifest": (lambda d: os.truncate(d / "manifest.json", 200), r"weight_v000003/manifest.json is damaged"),
+    "a codec nobody knows": (manifest(lambda m: m["delta"]["codecs"].__setitem__(0, {"name": "quantum"})), "'quantum'"),
     "a digest of other weights": (
-        lambda d: rewrite(
-            d / "manifest.json", lambda m: m["delta"].update(digests=m["delta"]["digests"][:24] + "AAAA" * 10)
-        ),
+        manifest(lambda m: m["delta"].update(digests=m["delta"]["digests"][:24] + "AAAA" * 10)),
         r"'b.weight'",
     ),
-    "another base": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m["delta"].update(base_run_id="somebody")),
-        r"version 3 .* of run 'somebody'",
-    ),
+    "another base": (manifest(lambda m: m["delta"].update(base_run_id="somebody")), r"version 3 .* of run 'somebody'"),
 }
-
-
-OTHER_LAYOUTS = [{"encoding": "deltas"}, {"encoding": "deltas_zstd"}]
 
 
 class TestDamage:
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_damaged_delta_is_refused_before_the_pause(self, root, damage):
+    def test_damaged_delta_is_refused_before_the_pause(self, root, damage, monkeypatch):
         """The error names the damage, engines keep serving the old version, and the next update lands."""
         spoil, words = DAMAGES[damage]
-        own, served, pauses = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}, []
-
-        class Watched(InProcessEngine):
-            def pause(self):
-                pauses.append(1)
-                super().pause()
-
+        own, served, pauses, pause = weights(), weights(seed=5), [], InProcessEngine.pause
+        monkeypatch.setattr(InProcessEngine, "pause", lambda self: pauses.append(1) or pause(self))
         trainer = Spoiled(root, keyframe_every=0, encoding="ulp")
         trainer.spoils[3] = spoil
-        sender = tx.WeightSender(trainer, Watched(served), finite=False)
+        sender = tx.WeightSender(trainer, InProcessEngine(served), finite=False)
         alone = trainer_at(root)
         for version in (1, 2):
             sender.update_weights(own)
@@ -83,27 +71,22 @@ class TestDamage:
                 reader.receive_weights(WAIT_S, weights=into)
         assert same(into, before)
         step(own, 9)
-        assert sender.update_weights(own).verified
-        assert same(served, own)
-        assert same(alone.receive_weights(WAIT_S), own)
-        assert same(trainer_at(root).receive_weights(WAIT_S), own)
+        assert sender.update_weights(own).verified and same(served, own)
+        for reader in (alone, trainer_at(root)):
+            assert same(reader.receive_weights(WAIT_S), own)
         sender.shutdown()
 
-    @pytest.mark.parametrize("how", OTHER_LAYOUTS, ids=str)
-    def test_is_found_in_the_files_of_other_layouts_too(self, root, how):
-        published(root, 3, keyframe_every=0, **how)
+    @pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd"])
+    def test_is_found_in_the_files_of_other_layouts_too(self, root, encoding):
+        published(root, 3, keyframe_every=0, encoding=encoding)
         file = max(folder(root, 3).glob("*0000*"), key=lambda path: path.stat().st_size)
-        for spoil in (
-            lambda file: flip(file, file.stat().st_size - 5),
-            lambda file: file.write_bytes(b""),
-            Path.unlink,
-        ):
+        for spoil in (lambda file: flip(file, file.stat().st_size - 5), lambda file: os.truncate(file, 0), Path.unlink):
             spoil(file)
             with pytest.raises(IntegrityError, match=file.name):
                 trainer_at(root).receive_weights(WAIT_S)
 
     def test_missing_delta_is_named_and_a_later_keyframe_is_enough(self, root):
-        trainer, own, history = published(root, 4, keyframe_every=0)
+        trainer, own, _ = published(root, 4, keyframe_every=0)
         reader = trainer_at(root)
         shutil.rmtree(folder(root, 3))
         with pytest.raises(IntegrityError, match=r"weight_v000003.*is missing"):
@@ -111,18 +94,16 @@ class TestDamage:
         trainer.shutdown()
         trainer_at(root).send_weights("policy", own)
         assert same(reader.receive_weights(WAIT_S), own)
-        assert history
 
     def test_a_damaged_keyframe_is_found_before_the_pause(self, root):
-        own, served = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}
-        trainer = Spoiled(root)
+        own, served = weights(), weights(seed=5)
+        before, trainer = {name: tensor.clone() for name, tensor in served.items()}, Spoiled(root)
         trainer.spoils[1] = lambda d: flip(d / "model.safetensors", -9)
         sender = tx.WeightSender(trainer, InProcessEngine(served), finite=False)
         with pytest.raises(UpdateError, match=r"model.safetensors is damaged"):
             sender.update_weights(own)
-        assert not any(tensor.view(torch.uint8).any() for tensor in served.values())
-        assert sender.update_weights(own).verified
-        assert same(served, own)
+        assert same(served, before)
+        assert sender.update_weights(own).verified and same(served, own)
 
 
 def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
@@ -142,69 +123,64 @@ def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):
         reader.receive_weights(WAIT_S)
 
 
-class TestKilled:
-    @pytest.mark.parametrize("point", ["in a delta", "in a keyframe", "before the rename", "before the pointer"])
-    def test_a_trainer_killed_leaves_a_chain_that_reads_and_goes_on(self, root, point):
-        with running_python(calling(killed_trainer, str(root), point)) as child:
-            assert child.stdout.readline() == "now\n"
-            child.send_signal(signal.SIGKILL)
-            child.wait(WAIT_S)
-        expected = {"x": torch.full((500,), 2.0), "y": torch.arange(500.0)}
-        assert same(trainer_at(root).receive_weights(WAIT_S), expected)
-        trainer, reader = trainer_at(root), trainer_at(root)
-        reader.receive_weights(WAIT_S)
-        expected["x"] += 5
-        trainer.send_weights("policy", expected)
-        assert same(reader.receive_weights(WAIT_S), expected)
-        assert same(trainer_at(root).receive_weights(WAIT_S), expected)
-        assert not [path for path in root.rglob("*") if ".tmp-" in path.name]
+@pytest.mark.parametrize(
+    ("transport", "point"),
+    [
+        *(("delta", point) for point in ("in a delta", "in a full version", "before the rename", "before the pointer")),
+        *(("disk", point) for point in ("in a full version", "before the rename", "before the pointer")),
+    ],
+)
+def test_a_trainer_killed_leaves_versions_that_read_and_goes_on(root, transport, point):
+    made = partial(tx.make_transport, transport, root=root)
+    with running_python(calling(killed_trainer, transport, str(root), point)) as child:
+        assert child.stdout.readline() == "now\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait(WAIT_S)
+    expected, reader = {"x": torch.full((500,), 2.0), "y": torch.arange(500.0)}, made()
+    assert same(reader.receive_weights(WAIT_S), expected) and reader.receive_weights(0.0) is None
+    expected["x"] += 5
+    made().send_weights("policy", expected)
+    for one in (reader, made()):
+        assert same(one.receive_weights(WAIT_S), expected)
+    assert not [path for path in root.rglob("*") if ".tmp-" in path.name]
 
 
-def killed_trainer(root, point):
+def killed_trainer(transport, root, point):
     own = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
-    trainer = trainer_at(root, keyframe_every=2 if point == "in a keyframe" else 0)
+    settings = {"keyframe_every": 2 if point == "in a full version" else 0} if transport == "delta" else {}
+    trainer = tx.make_transport(transport, root=root, **settings)
     for _ in range(2):
         trainer.send_weights(own)
         own["x"] += 1
-    if point == "in a delta":
-        local._LocalDraft.write = stop
-    elif point == "in a keyframe":
-        checkpoint_writer.write_shards = stop
-    elif point == "before the rename":
-        os.rename = stop
-    else:
-        Chain.advance = stop
+    owner, name = {
+        "in a delta": (local._LocalDraft, "write"),
+        "in a full version": (checkpoint_writer, "write_shards"),
+        "before the rename": (os, "rename"),
+        "before the pointer": (Chain, "advance"),
+    }[point]
+    setattr(owner, name, stop)
     trainer.send_weights(own)
 
 
-class TestCollection:
-    def test_never_races_readers_that_join_and_follow(self, root):
-        own, stop, failures, seen = weights(), threading.Event(), [], []
-        trainer = trainer_at(root, keyframe_every=3)
+def test_collection_never_races_readers_that_join_and_follow(root):
+    own, stop, seen, trainer = weights(), threading.Event(), [], trainer_at(root, keyframe_every=3)
 
-        def read():
-            reader = trainer_at(root)
-            try:
-                while not stop.is_set():
-                    reader = trainer_at(root) if len(seen) % 2 else reader
-                    received = reader.receive_weights(0.2)
-                    if received is not None:
-                        assert int(received["c.count"][0]) == reader.received_version
-                        seen.append(reader.received_version)
-            except Exception as error:  # noqa: BLE001 - a thread hands everything on
-                failures.append(error)
+    def read():
+        reader = trainer_at(root)
+        while not stop.is_set():
+            reader = trainer_at(root) if len(seen) % 2 else reader
+            received = reader.receive_weights(0.2)
+            if received is not None:
+                assert int(received["c.count"][0]) == reader.received_version
+                seen.append(reader.received_version)
 
-        threads = [threading.Thread(target=read) for _ in range(2)]
-        for version in range(1, 60):
-            if version == 4:
-                for thread in threads:
-                    thread.start()
-            own["c.count"][0] = version
-            trainer.send_weights("policy", own)
-            step(own, version)
-        stop.set()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert not failures, failures
-        assert len(set(seen)) > 3
-        assert len(list(root.glob("weight_v*"))) <= 6
+    for version in range(1, 60):
+        if version == 4:
+            reading = [in_thread(read, "reads") for _ in range(2)]
+        own["c.count"][0] = version
+        trainer.send_weights("policy", own)
+        step(own, version)
+    stop.set()
+    assert [one.result(WAIT_S) for one in reading] == [None, None]
+    assert len(set(seen)) > 3
+    assert len(list(root.glob("weight_v*"))) <= 6

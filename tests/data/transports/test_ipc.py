@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,42 +23,114 @@ from hypothesis import given
 from hypothesis.strategies import randoms
 
 import torchrl_ext as tx
-from tests.data.group.members import Interrupted, broken
-from tests.data.transports import ipc_ends
-from tests.data.transports.ipc_ends import (
-    SMALL_BYTES,
-    everywhere,
-    exchange,
-    follows,
-    joined,
-    prepared,
-    receiving,
-    stops_sending,
-    stops_taking,
-    weights,
-)
+from tests.data.group.members import Interrupted, beside, broken
 from tests.hostile import worse_json
 from tests.memory import track_peak
-from tests.processes import calling, files_of, maps_of, running_python
-from torchrl_ext.base.deadline import Deadline
+from tests.processes import calling, family, files_of, maps_of, running_python
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.group.memory import HOST, Bell, create
 from torchrl_ext.data.group.store import HostedStore, RemoteStore
 from torchrl_ext.data.transports import ipc
-from torchrl_ext.data.transports.base import Arrival, Update
+from torchrl_ext.data.transports.base import Arrival, Update, Worker
 from torchrl_ext.data.transports.ipc import IPCEnd
 from torchrl_ext.data.weights.source import MappingSource
-from torchrl_ext.testing import WAIT_S
+from torchrl_ext.testing import SMALL_BYTES, WAIT_S
 
-channel, make = ipc_ends.channel, ipc_ends.make
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 
 
+def follows(channel):
+    """A worker that takes one version after the other, and says of each which it is and what its tensors add up to."""
+    worker = tx.make_transport("ipc", channel=channel, timeout_s=60)
+    print("up", flush=True)
+    while (received := worker.receive_weights(60)) is not None:
+        print(worker.received_version, int(sum(tensor.sum() for tensor in received.values())), flush=True)
+
+
+def stops_taking(channel, number, at):
+    """A worker that gets a signal at a parameter of its first version."""
+    for index, _ in enumerate(taking(tx.make_transport("ipc", channel=channel, timeout_s=60))):
+        if index == at:
+            os.kill(os.getpid(), number)
+
+
+def stops_sending(channel, number, at):
+    """A trainer that gets a signal at a parameter of its first version, or after it."""
+    die = partial(os.kill, os.getpid(), number)
+    trainer = tx.make_transport("ipc", channel=channel, bucket_bytes=SMALL_BYTES, timeout_s=60)
+    trainer.send_weights(Interrupted(weights(), at, die))
+    die()
+
+
+@pytest.fixture
+def channel(tmp_path):
+    return str(tmp_path)
+
+
+@pytest.fixture
+def make(channel):
+    made = []
+
+    def end(**settings):
+        made.append(tx.make_transport("ipc", channel=channel, **{"bucket_bytes": SMALL_BYTES, **settings}))
+        return made[-1]
+
+    yield end
+    for transport in made:
+        transport.shutdown()
+    assert everywhere() == []
+
+
+def everywhere():
+    """Staging buffers that this process, or one that it started, holds open or maps."""
+    found = []
+    for pid in family(os.getpid()):
+        with suppress(OSError):  # it ends
+            held = (*files_of(pid), *maps_of(pid).splitlines())
+            found += [(pid, name) for name in held if "memfd:torchrl_ext" in name]
+    return found
+
+
+def weights(value=1.0, count=40):
+    return {f"{i:02d}": torch.full((300,), float(value)) for i in range(count)}
+
+
+def taking(worker):
+    """The pairs of the next version, which may be left half-way."""
+    within = Deadline(WAIT_S)
+    end = worker.attend(within)
+    return end.receive(end.next(within), {}, within)
+
+
+def exchange(trainer, worker, value=5.0):
+    """Send a version, and require that it arrives."""
+    sent, received = beside(lambda: trainer.send_weights(weights(value)), lambda: worker.receive_weights(WAIT_S))
+    assert sent is None and received["39"][0] == value
+
+
+@contextmanager
+def joined(trainer):
+    """A worker of a trainer that a control layer drives."""
+    within = Deadline(trainer.timeout_s)
+    opening = trainer.open(1, (), within)
+    join = partial(tx.IPCTransport.join, opening.info, Worker(rank=1), within)
+    worker, _ = beside(join, lambda: opening.transfer(within))
+    with closing(worker):
+        yield worker
+
+
+def prepared(trainer, tensors, within):
+    """A handoff of version 1, and how a worker hears of it."""
+    source = MappingSource(tensors)
+    handoff = trainer.prepare(Update(source=source, version=1), within)
+    return handoff, Arrival(version=1, params=source.params(), info=handoff.info)
+
+
 class TestBetweenProcesses:
     def test_several_workers_share_a_buffer_and_outlive_trainers(self, make, channel):
-        """Several workers read the same buffer and receive the versions of the next trainer, too."""
         program = calling(follows, channel)
         with running_python(program) as a, running_python(program) as b, running_python(program) as c:
             for values in ((1, 2, 3), (4, 5)):
@@ -84,24 +157,6 @@ class TestBetweenProcesses:
             first = make()
             exchange(trainer, first)
 
-    def test_a_forked_child_keeps_nothing_of_its_parent_alive(self, make, channel):
-        trainer = make()
-        with running_python(calling(follows, channel)):
-            trainer.send_weights(weights())
-            leave, wait = os.pipe(), os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.write(wait[1], b"x")
-                os.read(leave[0], 1)
-                os._exit(0)
-            os.read(wait[0], 1)
-            held = "".join([*files_of(pid), maps_of(pid)])
-            os.write(leave[1], b"x")
-            os.waitpid(pid, 0)
-            for end in (*leave, *wait):
-                os.close(end)
-        assert "memfd:torchrl_ext" not in held
-
     @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
     def test_a_send_adds_no_more_memory_than_the_staging_buffer(self, make, channel):
         trainer = make(bucket_bytes=4 << 20)
@@ -119,7 +174,6 @@ class TestBetweenProcesses:
 class TestDeaths:
     @pytest.mark.parametrize("at", [5, 20, 39])  # by 5 the worker has taken the first bucket
     def test_killed_trainer_frees_the_buffer_and_worker_reports(self, make, channel, at):
-        """A killed trainer frees the buffer; its worker raises an error and receives from the next trainer."""
         worker = make(timeout_s=WAIT_S)
         with running_python(calling(stops_sending, channel, int(signal.SIGKILL), at)) as child:
             with pytest.raises(WeightSyncError, match=r"the trainer.*is gone"):
@@ -131,9 +185,9 @@ class TestDeaths:
 
     @pytest.mark.parametrize("at", [0, 20, 39])
     def test_killed_worker_is_named_and_the_next_send_arrives(self, make, channel, at):
-        """The trainer names a killed worker, other workers learn of it, and the next send arrives."""
         trainer, worker = make(workers=2, timeout_s=WAIT_S), make()
-        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad, receiving(worker) as other:
+        other = in_thread(lambda: worker.receive_weights(WAIT_S), "another worker")
+        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad:
             words = rf"did not arrive: .*a worker \(pid {bad.pid}\) is gone"
             with pytest.raises(TransportError, match=words) if at < 39 else nullcontext():  # at 39 it had every byte
                 trainer.send_weights(weights())
@@ -146,19 +200,12 @@ class TestDeaths:
 def test_a_half_is_filled_again_once_it_was_copied(make):
     """In every version: while a worker stops after its first bucket, the trainer does not pack the fourth one."""
     trainer, within, early, go_on = make(), Deadline(WAIT_S), [], threading.Event()
-
-    class Watched(MappingSource):
-        def __iter__(self):
-            for index, pair in enumerate(super().__iter__()):
-                if index == 5:  # of the fourth bucket
-                    early.append(not go_on.is_set())
-                yield pair
-
-    with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
+    with joined(trainer) as worker:
         for version in (1, 2):
             go_on.clear()
-            source = Watched(weights(version))
-            sending = pool.submit(trainer.prepare(Update(source=source, version=version), within).transfer, within)
+            source = Interrupted(weights(version), 5, lambda: early.append(not go_on.is_set()))  # of the fourth bucket
+            handoff = trainer.prepare(Update(source=source, version=version), within)
+            sending = in_thread(partial(handoff.transfer, within), "sends")
             pairs = worker.receive(Arrival(version=version, params=source.params()), {}, within)
             held = [next(pairs)]
             assert not go_on.wait(0.2)  # the trainer has time to do it wrong
@@ -169,45 +216,41 @@ def test_a_half_is_filled_again_once_it_was_copied(make):
     assert early == [False, False]
 
 
+OWN = rf"a worker \(pid {os.getpid()}\)"
+WAYS = {  # what is sent; how it is taken; what trainer and worker say
+    "the source breaks": (
+        Interrupted(weights(), 30, broken),
+        lambda worker: worker.receive_weights(WAIT_S),
+        (ValueError, "the source broke"),
+        (NotConnectedError, "version 1 did not arrive: the source broke"),
+    ),
+    "it cannot load": (
+        weights(),
+        lambda worker: worker.receive_weights(WAIT_S, weights={"00": torch.zeros(7)}),
+        (TransportError, rf"version 1 did not arrive: .*{OWN} gave up: .*'?00"),
+        (WeightSyncError, "00"),
+    ),
+    "it stops loading": (
+        weights(),
+        lambda worker: next(taking(worker)) and None,
+        (TransportError, f"version 1 did not arrive: .*{OWN}"),
+        (type(None), "None"),
+    ),
+}
+
+
 class TestFailures:
-    def test_failing_source_ends_the_workers_wait(self, make):
-        """A source that fails ends the worker's wait with its words, and the next send arrives."""
+    @pytest.mark.parametrize("way", WAYS)
+    def test_both_ends_hear_why_and_the_next_send_arrives(self, make, way):
         trainer, worker = make(), make()
-        with receiving(worker) as arriving:
-            with pytest.raises(ValueError, match="the source broke"):
-                trainer.send_weights(Interrupted(weights(), 30, broken))
-            with pytest.raises(NotConnectedError, match="version 1 did not arrive: the source broke"):
-                arriving.result(WAIT_S)
-        exchange(trainer, worker)
-
-    def test_worker_that_cannot_load_tells_the_trainer_why(self, make):
-        """The trainer's error has the words of a worker's loader, and the next send arrives."""
-        trainer, worker = make(), make()
-        with receiving(worker, weights={"00": torch.zeros(7)}) as arriving:
-            with pytest.raises(TransportError, match=rf"did not arrive: .*pid {os.getpid()}\) gave up: .*'?00"):
-                trainer.send_weights(weights())
-            with pytest.raises(WeightSyncError, match="00"):
-                arriving.result(WAIT_S)
-        exchange(trainer, worker)
-
-    def test_worker_that_stops_loading_is_named_in_the_error(self, make):
-        """The trainer's error names a worker that stops loading, and the next send arrives."""
-        trainer, worker = make(), make()
-
-        def take_one():
-            within = Deadline(WAIT_S)
-            end = worker.attend(within)
-            next(end.receive(end.next(within), {}, within))
-
-        with ThreadPoolExecutor(1) as pool:
-            stopping = pool.submit(take_one)
-            with pytest.raises(TransportError, match=rf"version 1 did not arrive: .*a worker \(pid {os.getpid()}"):
-                trainer.send_weights(weights())
-            stopping.result(WAIT_S)
+        sent, take, *expected = WAYS[way]
+        for said, (kind, words) in zip(
+            beside(lambda: trainer.send_weights(sent), lambda: take(worker)), expected, strict=True
+        ):
+            assert isinstance(said, kind) and re.search(words, str(said)), said
         exchange(trainer, worker)
 
     def test_worker_may_leave_before_the_trainer_sees_completion(self, make):
-        """A worker that received every tensor may shut down before the trainer looks; the send succeeds."""
         worker, left = make(), threading.Event()
 
         class Waits(MappingSource):
@@ -221,10 +264,8 @@ class TestFailures:
             left.set()
             return received
 
-        with ThreadPoolExecutor(1) as pool:
-            taking = pool.submit(takes)
-            make().send_weights(Waits(weights()))
-        assert taking.result()["39"][0] == 1
+        received, sent = beside(takes, lambda: make().send_weights(Waits(weights())))
+        assert sent is None and received["39"][0] == 1
 
     def test_a_worker_that_freezes_is_named_at_the_deadline(self, make, channel):
         trainer = make(timeout_s=2)
@@ -241,14 +282,15 @@ class TestFailures:
                 worker.receive_weights(WAIT_S)
             child.send_signal(signal.SIGCONT)
 
-    def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(self, make, channel):
+    def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(self, make):
         """Its buffer was gone before the worker, which it had let in, looked; the worker tells it why it leaves."""
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait(WAIT_S)
         with closing(create(HOST, 2 * SMALL_BYTES)) as segment:
             handle = msgspec.structs.replace(segment.handle, pid=ended.pid)
         worker = make()
-        with closing(HostedStore(worker._address, None, "")) as store, receiving(worker) as arriving:
+        with closing(HostedStore(worker._address, None, "")) as store:
+            arriving = in_thread(lambda: worker.receive_weights(WAIT_S), "receives")
             token, _, devices = store.find("join/1", Deadline(WAIT_S))
             assert devices[-1] == HOST
             store.set(f"{token}/welcome", ["the trainer", 1, handle, *(Bell().handle for _ in range(2))])
@@ -275,61 +317,51 @@ class TestFailures:
             with pytest.raises(DeadlineError, match="did not connect"):
                 trainer.send_weights(weights())
 
-    def test_two_trainers_on_one_channel_are_refused(self, make):
-        first, second, worker = make(), make(), make()
-        exchange(first, worker)
-        with pytest.raises(TransportError, match=rf"process {os.getpid()} of user {os.geteuid()} listens there"):
-            second.send_weights(weights())
-
     def test_a_worker_that_only_looks_gets_a_version_too(self, make):
         trainer, worker = make(), make()
-        with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(trainer.send_weights, weights())
-            received = None
-            while received is None and not sending.done():
-                received = worker.receive_weights(0.0)
-            sending.result(WAIT_S)
+        sending, received = in_thread(lambda: trainer.send_weights(weights()), "sends"), None
+        while received is None and not sending.done():
+            received = worker.receive_weights(0.0)
+        sending.result(WAIT_S)
         assert received["39"][0] == 1
 
     def test_a_worker_that_looks_no_further_gets_the_next_version(self, make):
-        """It has every tensor, and does not ask whether there are more."""
         trainer, within = make(), Deadline(WAIT_S)
-        with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
+        with joined(trainer) as worker:
             for value in (1, 2):
                 handoff, arrival = prepared(trainer, weights(value), within)
-                sending = pool.submit(handoff.transfer, within)
+                sending = in_thread(partial(handoff.transfer, within), "sends")
                 pairs = worker.receive(arrival, {}, within)
                 assert [float(next(pairs)[1][0]) for _ in arrival.params] == [value] * 40
                 pairs.close()
                 sending.result(WAIT_S)
 
-    @pytest.mark.parametrize("how", ["stop", "close"])
-    def test_a_workers_wait_can_be_ended(self, make, how):
-        trainer, within = make(), Deadline(WAIT_S)
-        with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
-            _, arrival = prepared(trainer, weights(), within)
-            taking = pool.submit(list, worker.receive(arrival, {}, within))
-            within.stop.set() if how == "stop" else worker.close()
-            with pytest.raises(TransportError if how == "stop" else NotConnectedError):
-                taking.result(WAIT_S)
-
-    def test_trainers_wait_for_an_idle_worker_can_be_ended(self, make):
+    @pytest.mark.parametrize(
+        ("who", "how", "error"),
+        [
+            ("worker", "stop", TransportError),
+            ("worker", "close", NotConnectedError),
+            ("trainer", "stop", TransportError),
+        ],
+    )
+    def test_the_wait_for_an_idle_end_can_be_ended(self, make, who, how, error):
         trainer, within = make(), Deadline(10 * WAIT_S)
-        with joined(trainer), ThreadPoolExecutor(1) as pool:
-            handoff, _ = prepared(trainer, weights(), within)
-            sending = pool.submit(handoff.transfer, within)
-            within.stop.set()
-            with pytest.raises(TransportError, match="rank 1"):
-                sending.result(WAIT_S)
+        with joined(trainer) as worker:
+            handoff, arrival = prepared(trainer, weights(), within)
+            takes, sends = partial(list, worker.receive(arrival, {}, within)), partial(handoff.transfer, within)
+            waiting = in_thread(takes if who == "worker" else sends, who)
+            within.stop.set() if how == "stop" else worker.close()
+            with pytest.raises(error, match="rank 1" if who == "trainer" else None):
+                waiting.result(WAIT_S)
 
     def test_a_trainer_without_memory_for_the_buffer_says_so_at_once(self, make, monkeypatch):
         monkeypatch.setattr(ipc, "create", no_memory)
         trainer, worker = make(timeout_s=10 * WAIT_S), make()
-        with receiving(worker) as arriving:
-            with pytest.raises(TransportError, match="4096 bytes of shared memory cannot be allocated"):
-                trainer.send_weights(weights())
-            worker.abort()
-            assert arriving.result(WAIT_S) is None
+        arriving = in_thread(lambda: worker.receive_weights(WAIT_S), "receives")
+        with pytest.raises(TransportError, match="4096 bytes of shared memory cannot be allocated"):
+            trainer.send_weights(weights())
+        worker.abort()
+        assert arriving.result(WAIT_S) is None
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
         monkeypatch.setattr(ipc, "create", lambda device, n: (create if n <= 5 << 20 else no_memory)(device, n))
@@ -337,25 +369,19 @@ class TestFailures:
         exchange(trainer, worker)
         assert trainer.staging_bytes == 4 << 20
 
-    def test_handoff_of_too_many_buckets_is_refused_by_both_ends(self, make):
-        """Trainer and worker refuse a handoff of too many buckets before either of them waits."""
+    def test_handoff_of_too_many_buckets_is_refused_by_both_ends(self, make, monkeypatch):
         trainer, within = make(), Deadline(10 * WAIT_S)
-        huge = (ParamMeta("huge", torch.uint8, ((SMALL_BYTES << 19) + 1,)),)
-
-        class Huge(MappingSource):
-            def params(self):
-                return huge
-
+        huge, source = (ParamMeta("huge", torch.uint8, ((SMALL_BYTES << 19) + 1,)),), MappingSource({})
+        monkeypatch.setattr(source, "params", lambda: huge)
         with joined(trainer) as worker:
             with pytest.raises(ConfigError, match=r"1,048,577 buckets.* larger bucket_bytes"):
-                trainer.prepare(Update(source=Huge({}), version=1), within)
+                trainer.prepare(Update(source=source, version=1), within)
             handoff, arrival = prepared(trainer, weights(), within)
-            with ThreadPoolExecutor(1) as pool:
-                sending = pool.submit(handoff.transfer, within)
-                with pytest.raises(ConfigError, match="1,048,577 buckets"):
-                    list(worker.receive(replace(arrival, params=huge), {}, within))
-                with pytest.raises(TransportError, match=r"rank 1 .* gave up: a handoff takes 1,048,577 buckets"):
-                    sending.result(WAIT_S)
+            sending = in_thread(partial(handoff.transfer, within), "sends")
+            with pytest.raises(ConfigError, match="1,048,577 buckets"):
+                list(worker.receive(replace(arrival, params=huge), {}, within))
+            with pytest.raises(TransportError, match=r"rank 1 .* gave up: a handoff takes 1,048,577 buckets"):
+                sending.result(WAIT_S)
 
 
 def no_memory(device, nbytes):
@@ -377,28 +403,27 @@ class TestOtherUsers:
 
     def test_one_who_has_the_address_first_is_named_by_both_ends(self, make):
         trainer, worker = make(), make()
-        with calling_as_nobody(listens, worker._address) as stranger:
+        with calling_as_nobody(binds, worker._address, True) as stranger:
             with pytest.raises(TransportError, match=rf"process {stranger.pid} of user {NOBODY} listens there"):
                 trainer.send_weights(weights())
             with pytest.raises(TransportError, match=rf"pid {stranger.pid}\) belongs to user {NOBODY}"):
                 worker.receive_weights(WAIT_S)
-
-    def test_address_bound_by_a_process_that_does_not_listen(self, make):
-        """An address that another process has bound fails the send, even if that process does not listen."""
-        trainer = make()
-        with calling_as_nobody(binds, trainer._address), pytest.raises(TransportError, match="already in use"):
+        with (
+            calling_as_nobody(binds, worker._address, False),
+            pytest.raises(TransportError, match="already in use"),
+        ):
             trainer.send_weights(weights())
 
 
 @contextmanager
-def calling_as_nobody(function, address):
+def calling_as_nobody(function, *args):
     """A process of another user that calls ``function`` beside the block; the block begins when it is at work."""
-    with running_python(calling(function, address)) as stranger:
+    with running_python(calling(function, *args)) as stranger:
         assert stranger.stdout.readline() == "at work\n"
         yield stranger
 
 
-def binds(address, listening=False):
+def binds(address, listening):
     os.setuid(NOBODY)
     with socket.socket(socket.AF_UNIX) as endpoint:
         endpoint.bind("\0" + address)
@@ -406,10 +431,6 @@ def binds(address, listening=False):
             endpoint.listen()
         print("at work", flush=True)
         sys.stdin.read()
-
-
-def listens(address):
-    binds(address, listening=True)
 
 
 def connects_all_the_time(address):
@@ -469,32 +490,3 @@ def test_a_worker_takes_any_note_of_a_trainer(draw):
             arrival = end.next(Deadline(0.0)) or arrival
         with suppress(WeightSyncError):
             list(end.receive(arrival, {}, Deadline(0.0)))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-class TestOnAGPU:
-    def test_both_ends_in_one_process_share_it_too(self, channel):
-        trainer, worker = (tx.make_transport("ipc", channel=channel, bucket_bytes=1 << 20) for _ in range(2))
-        held = {name: tensor.cuda() for name, tensor in weights(0).items()}
-        with receiving(worker, weights=held) as arriving:
-            trainer.send_weights({name: tensor.cuda() for name, tensor in weights(7).items()})
-            arriving.result(WAIT_S)
-        assert all(bool((tensor == 7).all()) for tensor in held.values())
-        worker.shutdown()
-        trainer.shutdown()
-
-    def test_a_killed_worker_gives_the_memory_back(self, channel):
-        trainer = tx.make_transport("ipc", channel=channel, bucket_bytes=64 << 20, timeout_s=WAIT_S)
-        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), 3)), pytest.raises(TransportError):
-            trainer.send_weights({name: tensor.cuda() for name, tensor in weights(count=4000).items()})
-        trainer.shutdown()
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-        again = tx.make_transport("ipc", channel=channel, bucket_bytes=64 << 20)
-        segment = again._segment_on(again._devices())
-        assert free - torch.cuda.mem_get_info()[0] >= 60 << 20
-        del segment
-        again.shutdown()
-        torch.cuda.empty_cache()
-        assert torch.cuda.mem_get_info()[0] >= free - (4 << 20)

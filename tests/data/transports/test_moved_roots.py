@@ -42,51 +42,40 @@ def flipped(link, **_):
 
 def flipped_to_another_run(link, transport, count):
     flipped(link)
-    other = tx.make_transport(transport, root=link)
-    for number in range(count):
-        other.send_weights(weights(seed=100 + number))
-    other.shutdown()
+    with tx.make_transport(transport, root=link) as other:
+        for number in range(count):
+            other.send_weights(weights(seed=100 + number))
 
 
 WAYS = [emptied, made_again, flipped, flipped_to_another_run]
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-class TestOneTrainer:
-    def test_readers_of_moved_root_get_next_version_number(self, link, way, count, transport):
-        trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
-        own = weights()
-        for _ in range(count):
-            step(own, 1)
-            trainer.send_weights(own)
-        assert same(held.receive_weights(0.0), own)
-        way(link, transport=transport, count=count)
-        for version in (count + 1, count + 2):
-            step(own, version)
-            trainer.send_weights(own)
-            for reader in (held, tx.make_transport(transport, root=link)):
-                assert same(reader.receive_weights(0.0), own)
-                assert reader.received_version == version
-        trainer.shutdown()
-
-    def test_engines_take_the_next_update_from_where_the_root_is_now(self, link, way, count, transport):
-        own, served = weights(), weights(seed=7)
-        sender = tx.WeightSender(tx.make_transport(transport, root=link), InProcessEngine(served), finite=False)
-        for version in range(1, count + 3):
-            if version == count + 1:
-                way(link, transport=transport, count=count)
-            step(own, version)
+@pytest.mark.parametrize(("way", "count"), [*((way, 4) for way in WAYS), (emptied, 1), (flipped_to_another_run, 1)])
+@pytest.mark.parametrize("driven", [False, True], ids=["alone", "by a sender"])
+def test_readers_and_engines_go_on_where_the_root_is_now(link, way, count, transport, driven):
+    trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
+    own, served = weights(), weights(seed=7)
+    sender = tx.WeightSender(trainer, InProcessEngine(served), finite=False)
+    for version in range(1, count + 3):
+        if version == count + 1:
+            way(link, transport=transport, count=count)
+        step(own, version)
+        if driven:
             report = sender.update_weights(own)
-            assert report.verified and report.version >= version
-            assert same(served, own)
-        assert Path(link, f"weight_v{report.version:06d}").is_dir()
-        sender.shutdown()
+            assert report.verified and report.version >= version and same(served, own)
+        else:
+            trainer.send_weights(own)
+        late = tx.make_transport(transport, root=link)
+        for reader in (held, late):
+            assert same(reader.receive_weights(0.0), own)
+            assert reader.received_version == (report.version if driven else version)
+    assert Path(link, f"weight_v{late.received_version:06d}").is_dir()
+    sender.shutdown()
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-@pytest.mark.parametrize("way", [made_again, flipped], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [made_again, flipped])
 def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transport):
     first, second, held = (tx.make_transport(transport, root=link) for _ in range(3))
     own, others = weights(), weights(seed=9)

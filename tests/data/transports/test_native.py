@@ -4,16 +4,22 @@ workers. The suite of every transport runs over both ends of ours."""
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+import json
+import signal
+import sys
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from tests.data.group.members import Interrupted, broken
-from tests.data.transports.stock_workers import WAIT_S, stock_workers
-from torchrl_ext.base.deadline import Deadline
+from tests.processes import WAIT_S, calling, running_python
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import DeadlineError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.transports.base import Update
@@ -35,7 +41,6 @@ SIZE = 512
 
 @given(PARAMS, st.sampled_from(["sglang", "vllm"]))
 def test_native_layout_covers_each_parameter_once_in_order(params, make):
-    """Calls and broadcasts cover every parameter once, in order, in the buckets of stock engines."""
     buckets, calls = layout_of(params, make, SIZE)
     carried = [(span.first, span.stop) for one in buckets for span in one.spans]
     for pairs in (calls, carried):
@@ -55,7 +60,73 @@ def test_native_layout_covers_each_parameter_once_in_order(params, make):
     assert make == "vllm" or calls == [(bucket.spans[0].first, bucket.spans[-1].stop) for bucket in buckets]
 
 
-# the trainer's end, and workers of torch's calls alone
+# the trainer's end, and workers as stock engines have them
+
+
+GROUPS = {}
+"""Those that a stock worker's process has joined, by name."""
+
+
+def init(group, rank, **_):
+    """What SGLang does: a store, a prefix, and a group beside the default one, which there is none of."""
+    size, name = group["world_size"], group["group_name"]
+    where = f"tcp://{group['master_address']}:{group['master_port']}"
+    store, _, _ = next(rendezvous(where, rank, size, timeout=timedelta(seconds=1800)))
+    how = {"group_name": name, "timeout": timedelta(seconds=1800), "backend_options": None}
+    made, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), PrefixStore(name, store), **how)
+    _world.pg_group_ranks[made] = {one: one for one in range(size)}
+    GROUPS[name] = made
+
+
+def destroy(name, **_):
+    dist.destroy_process_group(GROUPS.pop(name))
+
+
+def receive(name, params, **_):
+    """One broadcast, cut into tensors in order."""
+    params = [(one, getattr(torch, dtype), shape) for one, dtype, shape in params]
+    sizes = [torch.empty(shape, dtype=dtype, device="meta").nbytes for _, dtype, shape in params]
+    held = torch.empty(sum(sizes), dtype=torch.uint8)
+    GROUPS[name]._get_backend(torch.device("cpu")).broadcast([held], dist.BroadcastOptions()).wait()
+    parts = {}
+    for (one, dtype, shape), part in zip(params, held.split(sizes), strict=True):
+        tensor = part.view(dtype).view(shape)
+        parts[one] = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return parts
+
+
+def follow():
+    """Do what each line of standard input says, and answer it with a line."""
+    print(json.dumps({"here": True}), flush=True)
+    for line in sys.stdin:
+        told = json.loads(line)
+        try:
+            answer = {"ok": {"init": init, "destroy": destroy, "receive": receive}[told.pop("do")](**told)}
+        except Exception as error:  # noqa: BLE001 - the answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+class StockWorker:
+    """A process that forms a group and receives by calls of torch's alone; it answers one call after the other."""
+
+    def __init__(self, child):
+        self.child = child
+        assert self.answer() == {"here": True}
+
+    def tell(self, do, **how):
+        self.child.stdin.write(json.dumps({"do": do, **how}) + "\n")
+        self.child.stdin.flush()
+
+    def answer(self):
+        lines = (line for line in self.child.stdout if line.startswith("{"))  # torch's come between
+        return json.loads(next(lines, '{"error": "gone"}'))
+
+
+@contextmanager
+def stock_workers(count):
+    with ExitStack() as stack:
+        yield [StockWorker(stack.enter_context(running_python(calling(follow)))) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +140,9 @@ def trainer(workers):
     made = NativeTransport(timeout_s=WAIT_S, bucket_bytes=1 << 16)
     yield made
     made.shutdown()
+
+
+LARGE = {f"p{i}": torch.ones(1 << 20) for i in range(8)}
 
 
 def connect(trainer, workers):
@@ -120,18 +194,12 @@ def leave(workers, name):
     return [worker.answer() for worker in workers]
 
 
-def test_every_bit_arrives_at_four_workers_in_two_versions(trainer, workers):
+def test_every_bit_arrives_and_a_failed_transfer_frees_workers(trainer, workers):
     name = connect(trainer, workers)
     send(trainer, workers, name)
     send(trainer, workers, name, 2)
-    assert leave(workers, name) == [{"ok": None}] * 4
-
-
-def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
-    """A trainer that fails half-way frees its workers, who leave; the next group works."""
-    name = connect(trainer, workers)
     source = Interrupted(weights(), 5, broken)
-    handoff = prepared(trainer, source)
+    handoff = prepared(trainer, source, 3)
     tell_to_receive(handoff, source, workers, name)
     with pytest.raises(ValueError, match="the source broke"):
         handoff.transfer(Deadline(WAIT_S))
@@ -143,12 +211,11 @@ def test_failed_transfer_frees_workers_and_next_group_works(trainer, workers):
         assert worker.answer() == {"ok": None}
     again = connect(trainer, workers)
     assert (name, again) == ("torchrl_ext-1", "torchrl_ext-2")
-    send(trainer, workers, again, 2)
-    leave(workers, again)
+    send(trainer, workers, again, 4)
+    assert leave(workers, again) == [{"ok": None}] * 4
 
 
 def test_missing_rank_ends_rendezvous_at_trainer_deadline(workers):
-    """When one rank never comes, the other ranks' wait ends at the trainer's deadline."""
     trainer = NativeTransport(timeout_s=SHORT_S)
     handoff = trainer.open(3, (), Deadline(SHORT_S))
     for rank in (1, 2):
@@ -165,18 +232,16 @@ def test_stopped_worker_ends_update_at_deadline_or_abort(workers):
     trainer = NativeTransport(timeout_s=SHORT_S, bucket_bytes=1 << 16)
     for abort in (False, True):
         name = connect(trainer, two)
-        handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
-        within = Deadline(SHORT_S)
-        two[0].freeze()
+        handoff, within = prepared(trainer, as_source(LARGE)), Deadline(SHORT_S)
+        two[0].child.send_signal(signal.SIGSTOP)
         try:
-            with ThreadPoolExecutor(1) as pool:
-                moving = pool.submit(handoff.transfer, within)
-                if abort:
-                    within.stop.set()
-                with pytest.raises((DeadlineError, TransportError), match="did not reach rank 1"):
-                    moving.result(WAIT_S)
+            moving = in_thread(lambda handoff=handoff, within=within: handoff.transfer(within), "moves")
+            if abort:
+                within.stop.set()
+            with pytest.raises((DeadlineError, TransportError), match="did not reach rank 1"):
+                moving.result(WAIT_S)
         finally:
-            two[0].thaw()
+            two[0].child.send_signal(signal.SIGCONT)
         assert not trainer.check_connection()
         leave(two, name)
     trainer.shutdown()
@@ -187,7 +252,7 @@ def test_a_worker_that_dies_ends_the_update_at_once():
         trainer = NativeTransport(timeout_s=WAIT_S)
         connect(trainer, two)
         assert trainer.check_connection()
-        handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
+        handoff = prepared(trainer, as_source(LARGE))
         two[1].child.kill()
         with pytest.raises(TransportError, match="did not reach rank 1"):
             handoff.transfer(Deadline(WAIT_S))

@@ -1,14 +1,22 @@
-"""What every transport inherits that works alone: weights of any form, and where they land."""
+"""What every transport inherits that works alone, and what the simplest one, of memory, keeps."""
+
+import threading
+from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictParams
 from torch import nn
+from torch.distributed import HashStore
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
-from torchrl_ext.data.weights.source import MappingSource
-from torchrl_ext.testing import Ends, assert_arrived, assert_held
+from torchrl_ext.base.deadline import Deadline, in_thread
+from torchrl_ext.base.errors import IntegrityError, TransportError, WeightSyncError
+from torchrl_ext.base.messages import Join, Prefetch
+from torchrl_ext.data.group.ranks import RankStore, TrainerRanks
+from torchrl_ext.data.transports import delta, disk
+from torchrl_ext.data.transports.base import Arrival, Worker
+from torchrl_ext.testing import WAIT_S, Ends, assert_arrived, assert_held
 
 
 @pytest.fixture
@@ -23,32 +31,11 @@ def layers():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def nested():
-    return TensorDict.from_module(layers()).data.clone()
-
-
-def tied():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    return model
-
-
-FORMS = {
-    "module": layers,
-    "tied module": tied,
-    "nested TensorDict": nested,
-    "TensorDictParams": lambda: TensorDictParams(nested()),
-    "nested mapping": lambda: {"a": {"b": torch.randn(2)}, ("c", "d"): torch.randn(3), "e.f": torch.randn(1)},
-    "source": lambda: MappingSource({"x": torch.randn(5)}),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_may_come_in_every_form(ends, form):
-    weights = FORMS[form]()
+def test_nested_names_are_joined(ends):
+    weights = {"a": {"b": torch.randn(2)}, ("c", "d"): torch.randn(3), "e.f": torch.randn(1)}
     received = ends.exchange("policy", weights)
     assert_arrived(received, weights)
-    assert form != "tied module" or set(received.keys()) == {"0.weight"}
+    assert set(received.keys()) == {"a.b", "c.d", "e.f"}
 
 
 @pytest.mark.parametrize("into", ["weights", "model"])
@@ -66,3 +53,112 @@ def test_a_torchrl_strategy_applies_them_to_a_nested_model(ends, extract_as):
     sent, held = layers(), layers()
     ends.exchange("policy", sent, model=held, strategy=WeightStrategy(extract_as))
     assert_held(dict(held.named_parameters()), dict(sent.named_parameters()))
+
+
+# an abort
+
+
+WORDS = {"a version": "weight_v000003|version 3", "the trainer": "the trainer's root was not found before"}
+
+
+@pytest.mark.parametrize("step", WORDS)
+@pytest.mark.parametrize("name", ["delta", "disk"])
+def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, name, step):
+    """An abort ends the wait in progress, and a later wait neither ends by it nor spins."""
+    for module in (delta, disk):
+        monkeypatch.setattr(module, "VISIBLE_S", 3 * WAIT_S)
+    trainer = tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S)
+    receiver = tx.WeightReceiver({})
+    offer = {**trainer.open(1, (), Deadline(WAIT_S)).info, "timeout_s": 3 * WAIT_S}
+    join = Join(transport=name, params=(), offer=offer)
+    looked, pauses = threading.Event(), Deadline.pauses
+
+    def looks(within, **how):
+        turns = pauses(within, **how)
+        yield next(turns)
+        looked.set()
+        yield from turns
+
+    waits = partial(receiver.connect, join)
+    if step == "a version":
+        receiver.connect(join)
+        waits = partial(receiver.prefetch, Prefetch(version=3))
+    trainer.shutdown()  # which takes the probe with it
+    monkeypatch.setattr(Deadline, "pauses", looks)
+    receiver.abort()  # of an earlier update
+    for _ in range(2):
+        looked.clear()
+        waiting = in_thread(waits, "waits")
+        assert looked.wait(WAIT_S) and not waiting.done() and not receiver._within.stop.is_set()
+        receiver.abort()
+        with pytest.raises(WeightSyncError, match=WORDS[step]):
+            waiting.result(WAIT_S)
+    receiver.close()
+
+
+def test_an_abort_ends_the_wait_of_a_trainer_rank_for_rank_0():
+    transport, looked = tx.MemoryTransport(), threading.Event()
+
+    class Store(HashStore):
+        def add(self, key, more):
+            looked.set()
+            return super().add(key, more)
+
+    group = RankStore(1, 2, Store())
+    transport.ranks = TrainerRanks("abort", WAIT_S, group=lambda: group)
+    following = in_thread(lambda: transport.send_weights({"x": 1}), "rank 1")
+    assert looked.wait(WAIT_S)
+    transport.abort()
+    with pytest.raises(TransportError, match="trainer rank 0 began no update before a failure elsewhere"):
+        following.result(WAIT_S)
+
+
+# the memory transport
+
+
+def join(info):
+    return tx.MemoryTransport.join(info, Worker(rank=1), Deadline(WAIT_S))
+
+
+def test_a_worker_that_leaves_does_not_take_the_channel_with_it():
+    trainer, alone = tx.MemoryTransport("shared"), tx.MemoryTransport("shared")
+    info = trainer.open(2, (), Deadline(WAIT_S)).info
+    join(info).close()
+    join(info)
+    trainer.send_weights({"x": torch.ones(1)})
+    assert alone.receive_weights(0.0)["x"] == 1
+
+
+def held_by(transport):
+    """What a worker finds of the first version."""
+    within = Deadline(WAIT_S)
+    return dict(transport.attend(within).receive(Arrival(version=1, params=(), info={}), {}, within))
+
+
+def test_a_trainer_that_shuts_down_leaves_no_copy_of_the_model():
+    trainer, worker = tx.MemoryTransport("left"), tx.MemoryTransport("left")
+    trainer.send_weights({"x": torch.ones(1)})
+    worker.shutdown()
+    assert held_by(trainer)["x"] == 1  # which another worker may want
+    trainer.shutdown()
+    with pytest.raises(IntegrityError, match="is not in memory channel 'left'"):
+        held_by(trainer)
+
+
+def test_an_engine_keeps_no_copy_in_the_channel():
+    transport = tx.MemoryTransport("served")
+    sender = tx.WeightSender(transport, tx.make_engine("inprocess", engine={"x": torch.zeros(1)}))
+    assert sender.update_weights({"x": torch.ones(1)}).version == 1
+    with pytest.raises(IntegrityError, match="is not in memory channel 'served'"):
+        held_by(transport)
+
+
+def test_what_a_worker_took_outlives_the_trainers_copies(lag):
+    trainer, worker = tx.MemoryTransport("lives"), tx.MemoryTransport("lives")
+    with torch.Stream(lag) as training:
+        trainer.send_weights({"x": torch.arange(5).to(lag) + 1})
+    taken = worker.receive_weights(WAIT_S)
+    with training:
+        trainer.send_weights({"x": torch.zeros(5).to(lag)})
+    training.synchronize()  # by which the memory of the first copies is others'
+    assert taken["x"].tolist() == [1, 2, 3, 4, 5]

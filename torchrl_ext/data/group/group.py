@@ -235,9 +235,6 @@ class Group:
         All ranks must begin the blocks that they share in one order; a transfer outside of any is a block.
         """
         with self._order:
-            if self._block is not None:
-                yield
-                return
             block = self._block = []
             try:
                 yield
@@ -804,10 +801,6 @@ class GroupWorker(StandaloneEnd):
         with group.reading():
             load = self.load.from_json(arrival.info, f"the handoff of weights version {arrival.version}")
         group.give_up(load.handoff, why(error))
-
-    def check_connection(self) -> bool:
-        """Return whether this worker is in a group that lives."""
-        return self.member.connected
 
     def close(self) -> None:
         self.member.close()

@@ -301,9 +301,14 @@ class VLLMCollectiveTransport(StandaloneTransport):
             TransportError: this is not rank 0, or the port is taken.
         """
         self._require_trainer("open")
-        if workers == 0 and self.check_connection():
-            return Handoff()
-        return self._open(self.size_with(workers) if workers else self._standalone_size(), params, private=workers > 0)
+        if workers == 0:
+            return Handoff() if self.check_connection() else self._open(self._standalone_size(), params, private=False)
+        if self.world_size not in (None, 1 + workers):
+            raise ConfigError(
+                f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
+                expected=f"world_size {1 + workers} (1 + workers), or None to take it from the engines",
+            )
+        return self._open(1 + workers, params, private=True)
 
     def _open(self, size: int, params: tuple[ParamMeta, ...], *, private: bool) -> Handoff:
         offer = self.member.open(size, private=private)
@@ -313,19 +318,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
             self._agreed = {meta.name: meta for meta in params}
 
         return Handoff(info=offer.to_json(), transfer=transfer)
-
-    def size_with(self, workers: int) -> int:
-        """Return the size of a group with ``workers`` engine workers.
-
-        Raises:
-            ConfigError: the world size given at construction is another one.
-        """
-        if self.world_size not in (None, 1 + workers):
-            raise ConfigError(
-                f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
-                expected=f"world_size {1 + workers} (1 + workers), or None to take it from the engines",
-            )
-        return 1 + workers
 
     def _standalone_size(self) -> int:
         if self.world_size is None:
