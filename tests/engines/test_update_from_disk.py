@@ -101,14 +101,12 @@ def history(checkpoint, tmp_path):
     """Two deltas on the checkpoint, each leads to another model, by number; with the checkpoint's as 0."""
     held = load_file(f"{checkpoint}/model.safetensors")
     models = {0: held}
-    trainer = tx.make_transport(
-        "delta", root=tmp_path / "root", base=checkpoint, encoding="deltas_zstd", keyframe_every=0
-    )
-    for version in (1, 2):
-        named = tiny_model(10 + version).state_dict()
-        models[version] = {name: named[name].detach().clone() for name in held}
-        trainer.send_weights(models[version])
-    trainer.shutdown()
+    settings = {"encoding": "deltas_zstd", "keyframe_every": 0}
+    with tx.DeltaTransport(tmp_path / "root", base=checkpoint, **settings) as trainer:
+        for version in (1, 2):
+            named = tiny_model(10 + version).state_dict()
+            models[version] = {name: named[name].detach().clone() for name in held}
+            trainer.send_weights(models[version])
     return models
 
 
@@ -134,12 +132,11 @@ def test_a_delta_lands_and_the_callers_pause_stays(engine, history, tmp_path):
 
 
 def test_deltas_that_are_decoded_with_all_old_bytes_land(engine, checkpoint, tmp_path):
-    trainer, sent = tx.make_transport("delta", root=tmp_path, encoding="context"), {}
-    for seed in (5, 6):
-        sent = {name: tensor.detach().clone() for name, tensor in tiny_model(seed).state_dict().items()}
-        trainer.send_weights("policy", tiny_model(seed))
-    trainer.shutdown()
+    with tx.DeltaTransport(tmp_path, encoding="context") as trainer:
+        for seed in (5, 6):
+            trainer.send_weights(tiny_model(seed))
     ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path)})
+    sent = tiny_model(6).state_dict()
     assert serves(engine, {name: sent[name] for name in load_file(f"{checkpoint}/model.safetensors")})
 
 
@@ -150,7 +147,6 @@ def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, tmp_p
 
 
 def test_invalid_load_request_gets_400_and_changes_no_weights(engine, history, tmp_path):
-    """An invalid request is answered with 400, and the engine serves the weights it served before."""
     for body, words in (
         (delta(tmp_path, 9), "no version 9"),
         (delta(tmp_path, 1, model_path=7), "model_path"),
@@ -172,11 +168,9 @@ def test_no_web_page_makes_an_engine_load(engine, history, tmp_path):
 
 
 def test_broken_load_pauses_the_engine_until_load_and_resume(engine, history, tmp_path, monkeypatch):
-    """An engine whose load breaks stays paused until a good load and a resume."""
     root = tmp_path / "full"
-    trainer = tx.make_transport("delta", root=root)
-    trainer.send_weights(history[1])
-    trainer.shutdown()
+    with tx.DeltaTransport(root) as trainer:
+        trainer.send_weights(history[1])
     body = {"load_format": "delta", "model_path": str(root), "weight_version": "1"}
     with monkeypatch.context() as patch:
         patch.setattr("torchrl_ext.data.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
@@ -215,7 +209,6 @@ class TestStandIns:
 @only("engine", ["vllm"], indirect=True)
 class TestVLLM:
     def test_delta_after_a_checkpoint_load_lands_on_known_weights(self, engine, history, tmp_path, checkpoint):
-        """A checkpoint loaded by the engine itself ends the workers' held version; the next delta lands."""
         ask(engine, LOAD, delta(tmp_path, 1))
         ask(engine, LOAD, {"model_path": str(checkpoint), "weight_version": "3"})
         assert engine.loaded == [str(checkpoint)] and engine.label == "3" and not engine.paused
