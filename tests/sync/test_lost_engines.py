@@ -49,7 +49,7 @@ def follows(policy, *servers):
     ("name", "point"),
     [
         *(("delta", point) for point in ("info", "connect", "rehearse", "prefetch", "begin", "load", "commit")),
-        *(("collective", point) for point in ("connect", "rehearse", "prefetch", "load")),
+        *(("collective", point) for point in ("connect", "load")),
     ],
 )
 def test_killed_engine_is_reported_and_catches_up_on_restart(name, point, server, checkpoint, tmp_path):
