@@ -81,9 +81,8 @@ def weights(head=0.0, seed=0):
 @pytest.fixture(params=["plain", "packed", "written over"])
 def model(request, tmp_path):
     start = {"words.weight": weights()["words.weight"]}
-    (tmp_path / "start").mkdir()
-    save_file(start, tmp_path / "start" / "model.safetensors")
-    found = TiedModel(tmp_path / "start", request.param)
+    save_file(start, tmp_path / "model.safetensors")
+    found = TiedModel(tmp_path, request.param)
     found.load_weights(start.items())
     return found
 
@@ -148,15 +147,16 @@ def test_a_head_whose_embedding_is_unknown_is_refused(tmp_path):
 class TestReplacedMemory:
     """An engine that puts a parameter into other memory between two updates."""
 
-    @pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
-    @pytest.mark.parametrize("told", [False, True])
+    @pytest.mark.parametrize(
+        ("told", "transport"), [(False, "memory"), (False, "disk"), (False, "delta"), (True, "delta")]
+    )
     def test_the_next_update_lands_in_what_the_model_computes_with(self, transport, told, tmp_path):
         loader = processed.processed(tmp_path)
         module = loader.model.module
         receiver = tx.WeightReceiver(loader)
         with tx.WeightSender(made(transport, tmp_path / "root"), InProcessEngine(receiver)) as sender:
-            for seed in range(1, 5):
-                if seed > 2:
+            for seed in range(1, 4):
+                if seed > 1:
                     layer = module.blocks[0]["Fused"]
                     layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
                     if told:
