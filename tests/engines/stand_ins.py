@@ -7,7 +7,6 @@ import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
-import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -58,13 +57,11 @@ class Engine:
 class VLLM(Engine):
     """vLLM's `AsyncLLM`."""
 
-    def __init__(self, held, model, backend="torchrl_ext"):
+    def __init__(self, held, model):
         super().__init__(held, model)
-        transfer = None if backend is None else SimpleNamespace(backend=backend)
-        config = SimpleNamespace(multimodal_config=None, model="net")
         self.vllm_config = SimpleNamespace(
-            weight_transfer_config=transfer,
-            model_config=config,
+            weight_transfer_config=SimpleNamespace(backend="torchrl_ext"),
+            model_config=SimpleNamespace(multimodal_config=None, model="net"),
             kv_transfer_config=None,
             parallel_config=SimpleNamespace(data_parallel_size=1),
         )
@@ -160,7 +157,7 @@ class SGLang(Engine):
             return False, str(error), None, None
         return True, json.dumps(answer), None, None
 
-    def app(self, key=None):
+    def app(self):
         """The server's application."""
 
         async def theirs(manager, told, request):
@@ -168,14 +165,8 @@ class SGLang(Engine):
             return True, "loaded by SGLang", 0
 
         async def update(request):
-            body = await request.json()
-            fields = {
-                "abort_all_requests": False,
-                "load_format": None,
-                "weight_version": None,
-                "flush_cache": True,
-                **body,
-            }
+            fields = {"abort_all_requests": False, "load_format": None, "weight_version": None, "flush_cache": True}
+            fields |= await request.json()
             success, message, paused = await sglang_routes.update(theirs, self, SimpleNamespace(**fields), request)
             content = {"success": success, "message": message, "num_paused_requests": paused}
             return JSONResponse(content, status_code=200 if success else 400)
@@ -195,9 +186,3 @@ def add_sglang(patch):
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
     patch.setattr("torchrl_ext.engines.plugin.agree", lambda words, *_: [words])
-
-
-@pytest.fixture
-def sglang(monkeypatch):
-    """Modules of SGLang."""
-    add_sglang(monkeypatch)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import threading
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ import torch
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
-from torchrl_ext.base.deadline import Deadline
+from tests.sync.by_hand import invitation
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
 from torchrl_ext.base.messages import Inspect, Join, Load, Prefetch, Rehearse, Start, Verify
 from torchrl_ext.base.routes import bears_key
@@ -25,7 +24,6 @@ from torchrl_ext.data.transports.disk import SharedRoot
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines.update_from_disk import _located
 from torchrl_ext.sync.inspection import inspect
-from torchrl_ext.testing import WAIT_S
 
 KEY = "sesame"
 GET = ("/load", "/server_info", "/get_world_size", "/weight_info", "/weights_digest", "/is_paused", "/is_sleeping")
@@ -60,21 +58,14 @@ def test_every_route_but_health_requires_the_api_key(guarded):
         assert stranger.get("/is_paused", headers={"authorization": f"Bearer {KEY}"}).json() == {"is_paused": False}
 
 
-def test_who_has_the_key_trains_and_generates_as_ever(guarded):
-    sender = tx.WeightSender(
-        tx.make_transport("disk", root=guarded.allowed / "updates"), tx.connect(guarded.url, api_key=KEY)
-    )
-    assert sender.update_weights(tiny_model(1)).verified
-    sender.shutdown()
+def test_who_has_the_key_trains_from_an_allowed_root(guarded, tmp_path):
+    with tx.WeightSender(tx.DiskTransport(guarded.allowed), tx.connect(guarded.url, api_key=KEY)) as sender:
+        assert sender.update_weights(tiny_model(1)).verified
     (found,) = InferenceClient(guarded.url, api_key=KEY).generate([PROMPT], max_tokens=4, ignore_eos=True)
     assert len(found.token_ids) == 4
-
-
-def test_trainer_with_root_outside_engine_roots_is_refused(guarded, tmp_path):
-    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), tx.connect(guarded.url, api_key=KEY))
-    with pytest.raises(tx.WeightSyncError, match=f"does not open {tmp_path}(.|\n)*{ROOTS_VARIABLE}"):
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), tx.connect(guarded.url, api_key=KEY))
+    with sender, pytest.raises(tx.WeightSyncError, match=f"does not open {tmp_path}(.|\n)*{ROOTS_VARIABLE}"):
         sender.update_weights(tiny_model(1))
-    sender.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -83,15 +74,12 @@ def test_trainer_with_root_outside_engine_roots_is_refused(guarded, tmp_path):
         ("/shared/updates", None, True),
         ("file:///shared/updates", None, True),
         ("relative", None, False),
-        ("file://relative", None, False),
         ("s3://bucket/x", None, True),
         ("ftp://127.0.0.1/x", None, False),
-        ("http://169.254.169.254/latest", None, False),
         ("/shared/updates", "", False),
         ("s3://bucket/x", " , ", False),
         ("relative", "/", False),
         ("/shared/updates", "/shared", True),
-        ("file:///shared/updates", "/shared", True),
         ("/shared/updates", "file:///shared", True),
         ("file:///shared/../etc", "file:///shared", False),
         ("/shared", "/shared", True),
@@ -131,33 +119,25 @@ def test_a_link_is_admitted_as_what_it_leads_to(monkeypatch, tmp_path, scheme):
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 def test_a_link_that_is_moved_after_the_join_opens_nothing_else(monkeypatch, tmp_path, transport):
-    roots = {name: tmp_path / name for name in ("allowed", "private")}
-    values = dict(zip(roots, (1.0, 2.0), strict=True))
-    for name, root in roots.items():
-        other = tx.make_transport(transport, root=root / "run")
-        other.send_weights({"w": torch.full((8,), values[name])})
-        other.shutdown()
+    for name, value in (("allowed", 1.0), ("private", 2.0)):
+        with tx.make_transport(transport, root=tmp_path / name / "run") as other:
+            other.send_weights({"w": torch.full((8,), value)})
     (tmp_path / "allowed" / "now").symlink_to("run")
-    monkeypatch.setenv(ROOTS_VARIABLE, str(roots["allowed"]))
+    monkeypatch.setenv(ROOTS_VARIABLE, str(tmp_path / "allowed"))
     held = {"w": torch.zeros(8)}
     receiver = tx.WeightReceiver(held)
-    params = tuple(ParamMeta.of(name, tensor) for name, tensor in held.items())
-    trainer = tx.make_transport(transport, root=tmp_path / "allowed" / "now")
-    offer = trainer.open(1, params, Deadline(WAIT_S)).info
-    receiver.handle(Join(connection="a", transport=transport, params=params, offer=offer))
-    (tmp_path / "allowed" / "next").symlink_to(roots["private"] / "run")
-    os.replace(tmp_path / "allowed" / "next", tmp_path / "allowed" / "now")
-    receiver.handle(Prefetch(connection="a", version=1))
-    receiver.handle(Start(connection="a"))
-    receiver.handle(Load(connection="a", version=1, handoff={}))
-    assert held["w"].tolist() == [values["allowed"]] * 8
-    trainer.shutdown()
+    with tx.make_transport(transport, root=tmp_path / "allowed" / "now") as trainer:
+        receiver.handle(invitation(trainer, held))
+        (tmp_path / "allowed" / "next").symlink_to(tmp_path / "private" / "run")
+        os.replace(tmp_path / "allowed" / "next", tmp_path / "allowed" / "now")
+        for message in (Prefetch(version=1), Start(), Load(version=1, handoff={})):
+            receiver.handle(message)
+    assert held["w"].tolist() == [1.0] * 8
 
 
 def test_the_root_that_holds_a_named_version_has_to_be_admitted(monkeypatch, tmp_path):
-    trainer = tx.DiskTransport(tmp_path / "run")
-    trainer.send_weights({"w": torch.ones(4)})
-    trainer.shutdown()
+    with tx.DiskTransport(tmp_path / "run") as trainer:
+        trainer.send_weights({"w": torch.ones(4)})
     version = tmp_path / "run" / "weight_v000001"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "weight_v000001").symlink_to(version)
@@ -201,15 +181,12 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
 
 
 def test_inspect_of_disallowed_root_names_roots_variable(tmp_path, monkeypatch):
-    """Inspecting a root that the engine may not open gives a remedy that names TORCHRL_EXT_ROOTS."""
     monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
     answer = inspect(Inspect(root=SharedRoot(LocalStore(tmp_path), "run").invite()))["root"]
     assert not answer["seen"] and "TORCHRL_EXT_ROOTS" in answer["remedy"]
 
 
 def test_oversized_request_body_is_refused(http):
-    """A request body beyond 64 MiB is refused with status 400 and the limit."""
-
     def body():
         for _ in range(65):
             yield b" " * (1 << 20)
@@ -218,29 +195,21 @@ def test_oversized_request_body_is_refused(http):
     assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
 
 
-def test_nothing_resumes_the_engine_while_an_update_is_open(server, http):
+def test_nothing_resumes_the_engine_while_an_update_is_open(server, http, tmp_path):
     assert http.post("/pause?mode=keep").status_code == 200
-    transport = tx.make_transport("collective")
-    params = tuple(ParamMeta.of(name, tensor) for name, tensor in as_source(tiny_model(1)))
-    joined = tx.make_engine("embedded", url=server.url)
-    within = Deadline(60)
-    opened = transport.open(1, params, within)
-    thread = threading.Thread(target=opened.transfer, args=(within,), daemon=True)
-    thread.start()
-    joined.connect({"transport": "collective", "params": [meta.to_json() for meta in params], "offer": opened.info})
-    thread.join()
-    assert http.post("/start_weight_update").status_code == 200
-    for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):
-        answer = http.post(route)
-        assert answer.status_code == 409 and "update is open" in answer.json()["error"]["message"]
-        assert http.get("/is_paused").json()["is_paused"]
-    transport.shutdown()
+    with tx.DiskTransport(tmp_path) as transport:
+        joined = tx.make_engine("embedded", url=server.url)
+        joined.connect(invitation(transport, tiny_model(1)).to_json())
+        assert http.post("/start_weight_update").status_code == 200
+        for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):
+            answer = http.post(route)
+            assert answer.status_code == 409 and "update is open" in answer.json()["error"]["message"]
+            assert http.get("/is_paused").json()["is_paused"]
     joined.close()
     with pytest.raises(EngineRefusedError):
         tx.make_engine("embedded", url=server.url).resume()
-    sender = tx.WeightSender(tx.make_transport("collective"), tx.connect(server.url))
-    assert sender.update_weights(tiny_model(1)).verified
-    sender.shutdown()
+    with tx.WeightSender(tx.make_transport("collective"), tx.connect(server.url)) as sender:
+        assert sender.update_weights(tiny_model(1)).verified
     assert not http.get("/is_paused").json()["is_paused"]
 
 
@@ -273,10 +242,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
         Join.from_json({"transport": name, "params": params, "timeout_s": 0.05, "offer": offer}).to_json()
         for name, offer in offers
     ]
-    joining += [
-        Inspect(root=shared).to_json(),
-        Rehearse(how="once", ask=True).to_json(),
-    ]
+    joining += [Inspect(root=shared).to_json(), Rehearse(how="once", ask=True).to_json()]
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 2, "stop_token_ids": [1], "logprobs": 1, "n": 1}
     asks = [
         ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": sampling, "request_id": "x"}),

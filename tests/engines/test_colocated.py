@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -11,10 +10,9 @@ import pytest
 
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
-from tests.memory import track_peak
 from tests.models import PROMPT, greedy, tiny_model
-from tests.processes import files_of, maps_of, python
-from torchrl_ext.base.errors import EngineError, EngineRefusedError, UpdateError
+from tests.processes import files_of, maps_of
+from torchrl_ext.base.errors import EngineError, EngineRefusedError
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.sglang import SGLangServer
@@ -60,11 +58,10 @@ def segments(pid):
     return maps_of(pid).count("memfd:torchrl_ext") + sum("memfd:torchrl_ext" in file for file in files_of(pid))
 
 
-def test_fifty_syncs_match_a_cold_load_and_leak_no_segments(server, sender):
-    """After fifty syncs the tokens equal those of a cold load, and no shared-memory segment is left."""
+def test_many_syncs_match_a_cold_load_and_leak_no_segments(server, sender):
     gc.collect()
     before = segments("self")  # which ends of other tests in this process still hold
-    for seed in range(1, 51):
+    for seed in range(1, 21):
         model = tiny_model(seed)
         report = sender.update_weights(model)
         assert report.verified
@@ -74,28 +71,6 @@ def test_fifty_syncs_match_a_cold_load_and_leak_no_segments(server, sender):
     sender.shutdown()
     assert segments("self") <= before
     assert not [name for name in os.listdir("/dev/shm") if "torchrl_ext" in name]
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
-def test_a_sync_adds_no_more_memory_than_the_staging_buffer(tmp_path):
-    model = tiny_model(0, **WIDE)
-    model.save_pretrained(tmp_path / "wide")
-    with EmbeddedServer(tmp_path / "wide", threads=1) as server:
-        transport = tx.make_transport("ipc", bucket_bytes=8 << 20)
-        sender = tx.WeightSender(transport, tx.make_engine("embedded", url=server.url))
-        sender.update_weights(model)  # the first one loads code as well
-        trainers, engines = [], []
-        for _ in range(5):  # what else lives in a process only ever adds to a round
-            Path(f"/proc/{server.pid}/clear_refs").write_text("5")
-            before = resident_bytes(server.pid)
-            with track_peak() as extra:
-                report = sender.update_weights(model)
-            trainers.append(extra[0])
-            engines.append(resident_bytes(server.pid, "VmHWM:") - before)
-        assert report.bytes > 60 << 20
-        assert min(trainers) <= 8 << 20
-        assert min(engines) <= 8 << 20
-        sender.shutdown()
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -112,20 +87,26 @@ def test_an_update_wakes_a_sleeping_engine(server, engine, sender, level):
     assert tokens(server) == greedy(model)
 
 
-def test_level_two_gives_the_weights_memory_back(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+def test_a_sync_takes_a_buffer_and_level_two_gives_weights_back(tmp_path):
     model = tiny_model(0, **WIDE)
     model.save_pretrained(tmp_path / "wide")
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    with EmbeddedServer(tmp_path / "wide", threads=1) as server:
+    nbytes, more = sum(parameter.nbytes for parameter in model.parameters()), []
+    with EmbeddedServer(tmp_path / "wide") as server:
         engine = tx.make_engine("embedded", url=server.url)
-        sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), engine)
-        sender.update_weights(model)  # now none of the weights is a page of a file
-        before = resident_bytes(server.pid)
-        engine.sleep(2)
-        assert before - resident_bytes(server.pid) > 0.8 * nbytes
-        sender.update_weights(model)
-        assert resident_bytes(server.pid) - before < 0.2 * nbytes
-        sender.shutdown()
+        with tx.WeightSender(tx.make_transport("ipc", bucket_bytes=8 << 20), engine) as sender:
+            sender.update_weights(model)  # loads code as well; none of the weights is a page of a file then
+            for _ in range(5):  # what else lives in the process only ever adds to a round
+                Path(f"/proc/{server.pid}/clear_refs").write_text("5")
+                before = resident_bytes(server.pid)
+                sender.update_weights(model)
+                more.append(resident_bytes(server.pid, "VmHWM:") - before)
+            assert min(more) <= 8 << 20 < nbytes
+            before = resident_bytes(server.pid)
+            engine.sleep(2)
+            assert before - resident_bytes(server.pid) > 0.8 * nbytes
+            sender.update_weights(model)
+            assert resident_bytes(server.pid) - before < 0.2 * nbytes
 
 
 def test_an_engine_without_weights_does_not_serve(server, engine, sender):
@@ -178,7 +159,6 @@ def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender)
     [(VLLMServer, "--enable-sleep-mode"), (SGLangServer, "--enable-memory-saver --enable-weights-cpu-backup")],
 )
 def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, monkeypatch, launcher, flags):
-    """If sleep mode is wanted, servers on a GPU start with the flags that let them give memory back."""
     noting, arguments = tmp_path / "python", tmp_path / "arguments"
     noting.write_text(f'#!/bin/sh\necho "$@" > {arguments}\nexit 1\n')
     noting.chmod(0o700)
@@ -190,43 +170,3 @@ def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, monkeypatch, launcher
             launcher(tmp_path, python=noting, sleep_mode=wanted)
         assert (flags in arguments.read_text()) == expected
         monkeypatch.undo()
-
-
-def test_trainer_killed_while_sending_frees_segments(server, sender):
-    """A trainer killed while it sends leaves no segment in the server; the next trainer's update works."""
-    code = """
-import os, signal, sys
-import torch, torchrl_ext as tx
-from tests.models import tiny_model
-from torchrl_ext.data.weights.source import MappingSource
-class Fatal(MappingSource):
-    def __iter__(self):
-        for index, pair in enumerate(super().__iter__()):
-            if index == 15:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield pair
-sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=65536), tx.make_engine("embedded", url=sys.argv[1]))
-sender.update_weights(Fatal(dict(tiny_model(1).named_parameters())))
-"""
-    with pytest.raises(AssertionError, match="exit status -9"):
-        python(code, server.url)
-    until = time.monotonic() + 60
-    while segments(server.pid):  # its receive is about to notice
-        assert time.monotonic() < until
-    model = tiny_model(8)
-    assert sender.update_weights(model).verified
-    assert tokens(server) == greedy(model)
-
-
-def test_killed_engine_fails_the_update_and_frees_the_buffer(checkpoint):
-    """An update to a killed engine raises an UpdateError; after shutdown the trainer holds no buffer."""
-    with EmbeddedServer(checkpoint, threads=1) as server:
-        sender = tx.WeightSender(
-            tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), tx.make_engine("embedded", url=server.url)
-        )
-        sender.update_weights(tiny_model(1))
-        os.kill(server.pid, 9)
-        with pytest.raises(UpdateError):
-            sender.update_weights(tiny_model(2))
-    sender._transport.shutdown()
-    assert segments("self") == 0

@@ -135,7 +135,6 @@ def test_scheduler_lets_go_of_weights_before_they_sleep(scheduler, monkeypatch):
 
 
 def test_scheduler_with_partial_version_refuses_to_continue(scheduler):
-    """A scheduler whose model holds a part of a version stays paused on continue_generation."""
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
     scheduler.end.receiver.invalidate(torn=True)
     assert register.continue_generation(lambda *_: "goes on", scheduler) is None and scheduler._engine_paused

@@ -45,26 +45,24 @@ def verdicts(engine):
     return {row["kernel"]: row["verdict"] for row in told["layers"]}
 
 
-def test_rehearsal_separates_in_place_layers_from_reloaded(folder):
-    """A rehearsal finds which layers are written in place and which come back by a reload."""
-    loader = processed(folder)
-    sender, engine = sending(loader)
-    for seed in (1, 2):
+def followed(loader, transport=None, seeds=(1, 2)):
+    """What the rehearsal said of an engine that follows a trainer."""
+    sender, engine = sending(loader, transport)
+    for seed in seeds:
         report = sender.update_weights(checkpoint(seed))
         assert report.verified and report.proof == report.engines[0].proof == "rehearsed" and holds(loader, seed)
-    assert verdicts(engine) == {
-        "Fused": "in place",
-        "Shuffled": "by reload",
-        "Packed": "by reload",
-        "Absorbed": "by reload",
-        "Model": "in place",
-    }
-    assert engine.rehearsed[0]["loads"] == 3 and report.spans.get("rehearse", 0) < report.spans["total"]
+    assert report.spans.get("rehearse", 0) < report.spans["total"]
+    return engine.rehearsed[0] | verdicts(engine)
+
+
+def test_rehearsal_separates_in_place_layers_from_reloaded(folder):
+    found = followed(processed(folder))
+    assert found["Fused"] == found["Model"] == "in place" and found["loads"] == 3
+    assert found["Shuffled"] == found["Packed"] == found["Absorbed"] == "by reload"
 
 
 @pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
 def test_layer_that_a_reload_leaves_out_is_refused_by_name(folder, kind):
-    """The error names the layer that the reload leaves out, and no weight travels."""
     loader = processed(folder, lacks=[kind])
     sender, engine = sending(loader)
     with pytest.raises(WeightSyncError, match=f"blocks.0.{kind}") as told:
@@ -77,37 +75,26 @@ def test_layer_that_a_reload_leaves_out_is_refused_by_name(folder, kind):
 
 @pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
 def test_a_repair_that_is_known_mends_it_and_is_named(folder, kind):
-    loader = processed(folder, lacks=[kind], knows=[kind])
-    sender, engine = sending(loader)
-    for seed in (1, 2):
-        assert sender.update_weights(checkpoint(seed)).proof == "rehearsed" and holds(loader, seed)
-    assert verdicts(engine)[kind] == "repaired" and engine.rehearsed[0]["repairs"] == [f"{kind}.process"]
+    found = followed(processed(folder, lacks=[kind], knows=[kind]))
+    assert found[kind] == "repaired" and found["repairs"] == [f"{kind}.process"]
 
 
 def test_patchable_parameters_are_decided_by_bytes_not_shape(folder, tmp_path):
-    """A delta lands in place only where the engine's bytes are those of the checkpoint."""
     loader = processed(folder)
-    sender, _ = sending(loader, tx.make_transport("delta", root=tmp_path))
-    for seed in (1, 2, 3):
-        assert sender.update_weights(checkpoint(seed)).verified and holds(loader, seed)
+    followed(loader, tx.DeltaTransport(tmp_path), (1, 2, 3))
     assert loader.patchable("blocks.0.Fused.q") and not loader.patchable("blocks.0.Shuffled.experts.0")
 
 
 def test_derived_copy_makes_a_delta_reload_the_whole_model(folder, tmp_path):
-    """The model is loaded whole where changes in place would leave a derived copy behind."""
     loader = processed(folder, careless=True)
-    sender, engine = sending(loader, tx.make_transport("delta", root=tmp_path))
-    for seed in (1, 2, 3):
-        assert sender.update_weights(checkpoint(seed)).proof == "rehearsed" and holds(loader, seed)
-    assert engine.rehearsed[0]["changes"] == "by reload" and not loader.patchable("blocks.0.Fused.q")
+    found = followed(loader, tx.DeltaTransport(tmp_path), (1, 2, 3))
+    assert found["changes"] == "by reload" and not loader.patchable("blocks.0.Fused.q")
 
 
 def test_opaque_loader_is_reloaded_and_stale_weight_refused(folder, monkeypatch):
     """With an opaque loader no layer counts as in place, and a weight that no load changes is refused."""
-    loader = processed(folder, opaque=True)
-    sender, engine = sending(loader)
-    assert sender.update_weights(checkpoint(1)).proof == "rehearsed" and holds(loader, 1)
-    assert set(verdicts(engine).values()) == {"by reload"}
+    found = followed(processed(folder, opaque=True))
+    assert {row["verdict"] for row in found["layers"]} == {"by reload"}
     sender, _ = sending(processed(folder, opaque=True))
     monkeypatch.setattr(Model, "load_weights", lambda model, pairs: list(pairs))
     with pytest.raises(WeightSyncError, match="weight is computed with, and no load changes it"):
@@ -115,7 +102,6 @@ def test_opaque_loader_is_reloaded_and_stale_weight_refused(folder, monkeypatch)
 
 
 def test_engine_with_incomplete_reload_takes_no_update(folder):
-    """An engine that its reload did not bring back refuses updates, also those without a rehearsal."""
     loader = processed(folder, lacks=["Packed"])
     engine = InProcessEngine(WeightReceiver(loader))
     for how, words in (("once", "Packed"), ("never", "start the engine again")):
@@ -146,9 +132,9 @@ def test_a_second_connection_need_not_rehearse_and_may(folder):
 
 
 def test_no_saboteur_ends_verified(folder, tmp_path):
-    """200 loaders, each wrong about one tensor in one way."""
+    """100 loaders, each wrong about one tensor in one way."""
     caught = {way: 0 for way in Sabotage.WAYS}
-    for seed in range(200):
+    for seed in range(100):
         sabotage = Sabotage(seed)
         loader = processed(folder, sabotage=sabotage)
         by_delta = sabotage.way == "misplace" or seed % 5 == 0
@@ -228,17 +214,15 @@ def dress(model):
 
 
 def test_engine_buffers_beside_weights_leave_no_layer_unproven(folder):
-    """Objects that engines keep beside the weights make no layer unproven or refused."""
     loader = processed(folder)
     bare = {reading.key for reading in reachable(loader.model.module)}
     seen = [reading for reading in reachable(dress(loader.model.module)) if not reading.left_out]
     assert {reading.key for reading in seen} == bare | {
         f"{path}.impl.input_buffers.0".strip(".") for path, _ in loader.model.module.named_modules()
     }
-    sender, engine = sending(loader)
-    assert sender.update_weights(checkpoint(1)).proof == "rehearsed" and holds(loader, 1)
-    assert {"unproven", "refused"}.isdisjoint(verdicts(engine).values())
-    assert engine.rehearsed[0]["rules"].keys() == {"requests", "table"}
+    found = followed(loader)
+    assert {"unproven", "refused"}.isdisjoint(row["verdict"] for row in found["layers"])
+    assert found["rules"].keys() == {"requests", "table"}
 
 
 def closed_over(tensor):
@@ -291,15 +275,13 @@ def test_a_tensor_is_found_whatever_keeps_it(kind):
 
 
 def test_unloaded_tensor_passes_by_a_named_rule_unless_a_copy(folder):
-    """A tensor that no load changes passes by a rule that the report names; a weight's copy is refused."""
     loader = processed(folder)
     module = loader.model.module
     module.scale, module.flags = torch.rand(32), torch.ones(32)
     module.register_buffer("offsets", torch.rand(32))
-    sender, engine = sending(loader)
-    assert sender.update_weights(checkpoint(1)).proof == "rehearsed"
+    found = followed(loader)
     named = {"table": ["cos_sin_cache"], "vector": ["scale"], "unloaded": ["offsets"], "uniform": ["flags"]}
-    assert engine.rehearsed[0]["rules"] == named and named.keys() < RULES.keys()
+    assert found["rules"] == named and named.keys() < RULES.keys()
     loader = processed(folder)
     loader.model.module.blocks[0]["Fused"].q_cache = torch.cat([checkpoint(0)["blocks.0.Fused.q"].T, torch.zeros(1, 8)])
     sender, _ = sending(loader)
@@ -326,8 +308,6 @@ def test_a_tensor_belongs_to_the_nearest_module_that_keeps_it():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_dummy_model_with_complex_parameter_is_rehearsed(dtype):
-    """A model with dummy weights is rehearsed with such weights, also a complex parameter."""
-
     def made_up(tensor):
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         numbers.uniform_(0.5, 1, generator=torch.Generator().manual_seed(1234))
@@ -351,7 +331,6 @@ NUMBERS = st.lists(st.integers(0, 9), min_size=2, max_size=2)
 
 @given(NUMBERS, NUMBERS)
 def test_content_digest_ignores_order_of_two_numbers(one, other):
-    """Two pairs of numbers have equal digests exactly if they are equal in some order."""
     assert (content(torch.tensor(one)) == content(torch.tensor(other))) is (sorted(one) == sorted(other))
 
 

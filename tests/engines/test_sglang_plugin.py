@@ -11,11 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import python
-from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.messages import Finish, Start
 from torchrl_ext.control.serving.processes import free_port, make_overlay
-from torchrl_ext.control.serving.sglang import SGLangServer
-from torchrl_ext.control.serving.vllm import VLLMServer
 from torchrl_ext.engines.plugin import started_with
 from torchrl_ext.engines.sglang import register
 
@@ -36,18 +33,11 @@ print(torchrl_ext.__file__)
 
 @pytest.mark.parametrize("group", ["sglang.srt.plugins", "vllm.general_plugins"])
 def test_overlay_brings_the_plugin_without_trainer_packages(tmp_path, group):
-    """The engine's plugin comes from the overlay and imports no package of the trainer."""
     make_overlay(tmp_path)
     look = LOOK.format(overlay=str(tmp_path), group=group)
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     imported, home = done.stdout.split("\n")[:2]
     assert imported == "[]" and home.startswith(str(tmp_path))
-
-
-@pytest.mark.parametrize("server", [SGLangServer, VLLMServer])
-def test_model_that_does_not_exist_is_refused_before_install(tmp_path, server):
-    with pytest.raises(ConfigError, match="not a directory"):
-        server(tmp_path / "nothing", python="/no/python")
 
 
 class Model:

@@ -249,7 +249,6 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
 
 
 def test_start_checkpoint_counts_as_held_until_invalidation(loader):
-    """The loader gives the digests of its start checkpoint, and refuses once it was invalidated."""
     expected = {name: position_digest(tensor).hex() for name, tensor in weights(0).items()}
     assert loader.digests() == expected
     loader.invalidate()
@@ -279,7 +278,6 @@ def test_slices_land_as_a_cold_start_lands_whole_tensors(loader, rank, by_target
 
 
 def test_plain_tensors_land_in_live_memory_of_unopened_layers(loader, rank):
-    """A transport fills plain tensors in live memory, and only layers that are rebuilt are opened."""
     loader.start()
     targets = loader.targets()
     assert targets.keys() == {"embed", "q", "k", "v", "gate_up", "turned", "norm", "scale"} | {
@@ -332,7 +330,6 @@ def test_a_rehearsal_takes_the_route_of_updates(loader, rank, monkeypatch):
 
 
 def test_rehearsal_refuses_a_stale_derived_copy(rank, tmp_path):
-    """A rehearsal refuses a layer that computes with a copy which no load refreshes."""
     loader = loader_of(derive(cold(rank, 0)), tmp_path)  # no load brings the copy
     with pytest.raises(EngineRefusedError, match="qkv"):
         loader.rehearse()
@@ -376,7 +373,6 @@ def mixed(rank, seed, names):
 
 @pytest.mark.parametrize("by_slices", [False, True])
 def test_partial_update_lands_like_a_cold_start(loader, rank, by_slices):
-    """A part lands as a cold start lands it, and opens only layers that are rebuilt."""
     loader.by_slices(by_slices)
     landed = set()
     for names in ({"q", "embed", "experts.1.w"}, {"v", "norm"}, {"down", "decay", "corner", "k"}):
@@ -390,7 +386,6 @@ def test_partial_update_lands_like_a_cold_start(loader, rank, by_slices):
 
 @pytest.mark.parametrize("by_slices", [False, True])
 def test_partial_update_that_lacks_a_rebuild_input_is_refused(rank, tmp_path, by_slices):
-    """The loader refuses a part that lacks a parameter from which a layer is rebuilt, and names it."""
     loader = loader_of(cold(rank, 0), tmp_path, by_slices, anew=True)
     with pytest.raises(ManifestError, match=r"'decay' .*lacks 'corner'"):
         loader.part(frozenset({"decay", "q"}))
@@ -446,7 +441,6 @@ def test_nothing_that_a_loader_derives_from_stand_ins_stays():
     ids=["unknown", "missing", "misshapen", "rounded"],
 )
 def test_unfit_update_is_refused_and_changes_no_weight(loader, rank, change, words):
-    """The loader names the parameter that is unknown, missing, misshapen or rounded, and loads nothing."""
     update = weights(1)
     change(update)
     with pytest.raises(ManifestError, match=words):

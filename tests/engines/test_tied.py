@@ -13,6 +13,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.data.landing.changes import Listed
 from tests.engines import processed
+from tests.sync.ends import made
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
 from torchrl_ext.base.types import ParamMeta
@@ -80,19 +81,17 @@ def weights(head=0.0, seed=0):
 @pytest.fixture(params=["plain", "packed", "written over"])
 def model(request, tmp_path):
     start = {"words.weight": weights()["words.weight"]}
-    (tmp_path / "start").mkdir()
-    save_file(start, tmp_path / "start" / "model.safetensors")
-    found = TiedModel(tmp_path / "start", request.param)
+    save_file(start, tmp_path / "model.safetensors")
+    found = TiedModel(tmp_path, request.param)
     found.load_weights(start.items())
     return found
 
 
 @pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
 def test_a_head_that_lands_nowhere_has_to_equal_its_embedding(model, transport, tmp_path):
-    settings = {} if transport == "memory" else {"root": tmp_path / "root"}
     engine = InProcessEngine(tx.WeightReceiver(EngineLoader(model)))
-    with tx.WeightSender(tx.make_transport(transport, **settings), engine) as sender:
-        for version in range(1, 4):
+    with tx.WeightSender(made(transport, tmp_path / "root"), engine) as sender:
+        for version in range(1, 3):
             before = model.words.weight.clone()
             with pytest.raises(UpdateError, match="one memory"):
                 sender.update_weights(weights(head=1, seed=version))
@@ -102,35 +101,37 @@ def test_a_head_that_lands_nowhere_has_to_equal_its_embedding(model, transport, 
             assert torch.equal(model.lm_head.weight, weights(seed=version)["words.weight"])
 
 
-def test_a_worker_never_holds_a_head_that_was_only_handed_over(model):
-    loader = EngineLoader(model)
-    loader.check(ParamMeta.of(*pair) for pair in weights().items())
-    loader.compare_start()
+@pytest.fixture
+def loader(model):
+    found = EngineLoader(model)
+    found.check(ParamMeta.of(*pair) for pair in weights().items())
+    found.compare_start()
+    return found
+
+
+def digests(tensors):
+    return {name: position_digest(tensor).hex() for name, tensor in tensors.items()}
+
+
+def test_a_worker_never_holds_a_head_that_was_only_handed_over(loader):
     loader.start()
     with pytest.raises(ManifestError, match="one memory"):
         loader.load(weights(head=1).items())
-    handed = {name: position_digest(tensor).hex() for name, tensor in weights(head=1).items()}
-    assert not loader.digests().items() >= handed.items()
+    assert not loader.digests().items() >= digests(weights(head=1)).items()
     loader.start()
     loader.load(weights().items())
     loader.finish()
-    assert loader.digests() == {name: position_digest(tensor).hex() for name, tensor in weights().items()}
+    assert loader.digests() == digests(weights())
 
 
-def test_changes_that_untie_head_and_embedding_are_not_staged(model):
-    loader, parted = EngineLoader(model), weights(head=1)
-    loader.check(ParamMeta.of(*pair) for pair in weights().items())
-    loader.compare_start()
+def test_changes_that_untie_head_and_embedding_are_not_staged(loader, model):
     before = model.words.weight.clone()
     with pytest.raises(ManifestError, match="one memory"):
-        loader.stage(Listed(digests={name: position_digest(tensor).hex() for name, tensor in parted.items()}))
+        loader.stage(Listed(digests=digests(weights(head=1))))
     assert torch.equal(model.words.weight, before)
 
 
-def test_a_part_without_the_embedding_of_its_head_is_refused(model):
-    loader = EngineLoader(model)
-    loader.check(ParamMeta.of(*pair) for pair in weights().items())
-    loader.compare_start()
+def test_a_part_without_the_embedding_of_its_head_is_refused(loader):
     with pytest.raises(ManifestError, match=r"lacks 'words\.weight'"):
         loader.part(frozenset({"lm_head.weight"}))
     loader.part(frozenset(weights()))
@@ -146,16 +147,16 @@ def test_a_head_whose_embedding_is_unknown_is_refused(tmp_path):
 class TestReplacedMemory:
     """An engine that puts a parameter into other memory between two updates."""
 
-    @pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
-    @pytest.mark.parametrize("told", [False, True])
+    @pytest.mark.parametrize(
+        ("told", "transport"), [(False, "memory"), (False, "disk"), (False, "delta"), (True, "delta")]
+    )
     def test_the_next_update_lands_in_what_the_model_computes_with(self, transport, told, tmp_path):
         loader = processed.processed(tmp_path)
         module = loader.model.module
-        settings = {} if transport == "memory" else {"root": tmp_path / "root"}
         receiver = tx.WeightReceiver(loader)
-        with tx.WeightSender(tx.make_transport(transport, **settings), InProcessEngine(receiver)) as sender:
-            for seed in range(1, 5):
-                if seed > 2:
+        with tx.WeightSender(made(transport, tmp_path / "root"), InProcessEngine(receiver)) as sender:
+            for seed in range(1, 4):
+                if seed > 1:
                     layer = module.blocks[0]["Fused"]
                     layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
                     if told:
@@ -165,20 +166,18 @@ class TestReplacedMemory:
                 assert torch.equal(module(processed.PROBE), processed.outputs(processed.checkpoint(seed)))
 
     def test_staged_changes_are_not_written_to_replaced_memory(self, tmp_path):
-        """A commit after a weight was replaced raises a StaleBaseError and writes to neither memory."""
         loader, start = processed.processed(tmp_path), processed.checkpoint(0)
         layer = loader.model.module.blocks[0]["Fused"]
         loader.check(ParamMeta.of(*pair) for pair in start.items())
         loader.start()
         loader.load((name, changed(name, tensor)) for name, tensor in start.items())
         loader.finish()
-        digests = {name: position_digest(tensor).hex() for name, tensor in start.items()}
-        loader.stage(reverting_changes(start.items, digests, loader.patchable))
+        loader.stage(reverting_changes(start.items, digests(start), loader.patchable))
         given_up, before = layer.weight, layer.weight.clone()
         layer.weight = nn.Parameter(given_up.data.clone(), requires_grad=False)
         with pytest.raises(StaleBaseError):
             loader.commit()
         assert torch.equal(layer.weight, before) and torch.equal(given_up, before)
-        loader.stage(reverting_changes(start.items, digests, loader.patchable))
+        loader.stage(reverting_changes(start.items, digests(start), loader.patchable))
         loader.commit()
         assert torch.equal(loader.model.module(processed.PROBE), processed.outputs(start))

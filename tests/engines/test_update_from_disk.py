@@ -96,28 +96,25 @@ def serves(engine, named):
     }
 
 
-@pytest.fixture
-def history(checkpoint, tmp_path):
-    """Two deltas on the checkpoint, each leads to another model, by number; with the checkpoint's as 0."""
-    held = load_file(f"{checkpoint}/model.safetensors")
-    models = {0: held}
-    trainer = tx.make_transport(
-        "delta", root=tmp_path / "root", base=checkpoint, encoding="deltas_zstd", keyframe_every=0
-    )
-    for version in (1, 2):
-        named = tiny_model(10 + version).state_dict()
-        models[version] = {name: named[name].detach().clone() for name in held}
-        trainer.send_weights(models[version])
-    trainer.shutdown()
+@pytest.fixture(scope="module")
+def history(checkpoint, tmp_path_factory):
+    """Two deltas on the checkpoint, each of which leads to another model, by number; the checkpoint's is 0."""
+    held, root = load_file(f"{checkpoint}/model.safetensors"), tmp_path_factory.mktemp("root")
+    models = {0: held, "root": root}
+    with tx.DeltaTransport(root, base=checkpoint, encoding="deltas_zstd", keyframe_every=0) as trainer:
+        for version in (1, 2):
+            named = tiny_model(10 + version).state_dict()
+            models[version] = {name: named[name].detach().clone() for name in held}
+            trainer.send_weights(models[version])
     return models
 
 
-def delta(tmp_path, version, **more):
-    return {"load_format": "delta", "model_path": str(folder(tmp_path / "root", version)), **more}
+def delta(history, version, **more):
+    return {"load_format": "delta", "model_path": str(folder(history["root"], version)), **more}
 
 
 @loads_checkpoints
-def test_a_checkpoint_is_loaded_in_the_callers_pause(engine, history, tmp_path, checkpoint):
+def test_a_checkpoint_is_loaded_in_the_callers_pause(engine, history, tmp_path):
     engine.paused = True
     other = tiny_checkpoint(tmp_path / "other", seed=11)
     ask(engine, LOAD, {"model_path": str(other), "weight_version": "5"})
@@ -125,44 +122,42 @@ def test_a_checkpoint_is_loaded_in_the_callers_pause(engine, history, tmp_path, 
     assert engine.loaded == [str(other)] if engine.kind == "vllm" else serves(engine, history[1])
 
 
-def test_a_delta_lands_and_the_callers_pause_stays(engine, history, tmp_path):
-    said = ask(engine, LOAD, delta(tmp_path, 1, weight_version="one"))
+def test_a_delta_lands_and_the_callers_pause_stays(engine, history):
+    said = ask(engine, LOAD, delta(history, 1, weight_version="one"))
     assert "version 1 of" in said and serves(engine, history[1]) and engine.label == "one" and not engine.paused
     engine.paused = True
-    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path / "root"), "weight_version": "two"})
+    ask(engine, LOAD, {"load_format": "delta", "model_path": str(history["root"]), "weight_version": "two"})
     assert serves(engine, history[2]) and engine.label == "two" and engine.paused
 
 
 def test_deltas_that_are_decoded_with_all_old_bytes_land(engine, checkpoint, tmp_path):
-    trainer, sent = tx.make_transport("delta", root=tmp_path, encoding="context"), {}
-    for seed in (5, 6):
-        sent = {name: tensor.detach().clone() for name, tensor in tiny_model(seed).state_dict().items()}
-        trainer.send_weights("policy", tiny_model(seed))
-    trainer.shutdown()
+    with tx.DeltaTransport(tmp_path, encoding="context") as trainer:
+        for seed in (5, 6):
+            trainer.send_weights(tiny_model(seed))
     ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path)})
+    sent = tiny_model(6).state_dict()
     assert serves(engine, {name: sent[name] for name in load_file(f"{checkpoint}/model.safetensors")})
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, tmp_path, flush):
-    ask(engine, LOAD, delta(tmp_path, 1, flush_cache=flush))
+def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, flush):
+    ask(engine, LOAD, delta(history, 1, flush_cache=flush))
     assert engine.dropped == flush and serves(engine, history[1])
 
 
-def test_invalid_load_request_gets_400_and_changes_no_weights(engine, history, tmp_path):
-    """An invalid request is answered with 400, and the engine serves the weights it served before."""
+def test_invalid_load_request_gets_400_and_changes_no_weights(engine, history):
     for body, words in (
-        (delta(tmp_path, 9), "no version 9"),
-        (delta(tmp_path, 1, model_path=7), "model_path"),
-        (delta(tmp_path, 1, model_path="relative"), "does not open relative"),
-        (delta(tmp_path, 1, weight_version=[]), "weight_version"),
+        (delta(history, 9), "no version 9"),
+        (delta(history, 1, model_path=7), "model_path"),
+        (delta(history, 1, model_path="relative"), "does not open relative"),
+        (delta(history, 1, weight_version=[]), "weight_version"),
     ):
         assert words in ask(engine, LOAD, body, expected=400)
     assert serves(engine, history[0]) and engine.label in ("0", "default") and not engine.paused
 
 
-def test_no_web_page_makes_an_engine_load(engine, history, tmp_path):
-    content = json.dumps(delta(tmp_path, 1))
+def test_no_web_page_makes_an_engine_load(engine, history):
+    content = json.dumps(delta(history, 1))
     found = [engine.http.post(LOAD, content=content, headers={**JSON, "origin": "https://page.example"})]
     if engine.kind != "sglang":  # whose own route takes JSON alone
         found.append(engine.http.post(LOAD, content=content, headers={"content-type": "text/plain"}))
@@ -172,11 +167,9 @@ def test_no_web_page_makes_an_engine_load(engine, history, tmp_path):
 
 
 def test_broken_load_pauses_the_engine_until_load_and_resume(engine, history, tmp_path, monkeypatch):
-    """An engine whose load breaks stays paused until a good load and a resume."""
     root = tmp_path / "full"
-    trainer = tx.make_transport("delta", root=root)
-    trainer.send_weights(history[1])
-    trainer.shutdown()
+    with tx.DeltaTransport(root) as trainer:
+        trainer.send_weights(history[1])
     body = {"load_format": "delta", "model_path": str(root), "weight_version": "1"}
     with monkeypatch.context() as patch:
         patch.setattr("torchrl_ext.data.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
@@ -190,18 +183,18 @@ def test_broken_load_pauses_the_engine_until_load_and_resume(engine, history, tm
 class TestStandIns:
     """What only a stand-in can be made to do."""
 
-    def test_an_update_that_was_not_begun_leaves_the_engine_serving(self, engine, history, tmp_path):
+    def test_an_update_that_was_not_begun_leaves_the_engine_serving(self, engine, history):
         engine.fails = "start"
-        assert "still serves its previous weights" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
+        assert "still serves its previous weights" in ask(engine, LOAD, delta(history, 1), expected=400)
         assert not engine.paused and serves(engine, history[0])
 
-    def test_every_call_has_a_deadline(self, engine, history, tmp_path, monkeypatch):
+    def test_every_call_has_a_deadline(self, engine, history, monkeypatch):
         engine.hangs = "start"
-        load = threading.Thread(target=ask, args=(engine, LOAD, delta(tmp_path, 1)))
+        load = threading.Thread(target=ask, args=(engine, LOAD, delta(history, 1)))
         load.start()
         assert engine.hanging.wait(WAIT_S)
         monkeypatch.setattr("torchrl_ext.engines.update_from_disk._BUSY_S", 0.01)
-        assert "another load" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
+        assert "another load" in ask(engine, LOAD, delta(history, 1), expected=400)
         engine.let_go.set()
         load.join()
         assert serves(engine, history[1])
@@ -209,28 +202,27 @@ class TestStandIns:
         engine.let_go.clear()
         monkeypatch.setattr("torchrl_ext.control.port.Port.timeout_s", 0.3)
         monkeypatch.setattr("torchrl_ext.engines.sglang.routes._STEP_S", 0.3)
-        assert "did not answer within" in ask(engine, LOAD, delta(tmp_path, 2), expected=400)
+        assert "did not answer within" in ask(engine, LOAD, delta(history, 2), expected=400)
 
 
 @only("engine", ["vllm"], indirect=True)
 class TestVLLM:
-    def test_delta_after_a_checkpoint_load_lands_on_known_weights(self, engine, history, tmp_path, checkpoint):
-        """A checkpoint loaded by the engine itself ends the workers' held version; the next delta lands."""
-        ask(engine, LOAD, delta(tmp_path, 1))
+    def test_delta_after_a_checkpoint_load_lands_on_known_weights(self, engine, history, checkpoint):
+        ask(engine, LOAD, delta(history, 1))
         ask(engine, LOAD, {"model_path": str(checkpoint), "weight_version": "3"})
         assert engine.loaded == [str(checkpoint)] and engine.label == "3" and not engine.paused
         assert engine.end.receiver.version is None or "2" not in str(engine.end.receiver.version)
-        assert "version 2" in ask(engine, LOAD, delta(tmp_path, 2)) and serves(engine, history[2])
+        assert "version 2" in ask(engine, LOAD, delta(history, 2)) and serves(engine, history[2])
 
-    def test_the_route_wants_the_servers_key(self, engine, checkpoint):
+    def test_the_route_wants_the_servers_key(self, engine):
         with TestClient(engine.app(key="sesame")) as http:
             assert http.post(LOAD).status_code == 401
             told = http.get("/is_sleeping").json()
             assert told["is_paused"] is False and told["whole"] and told["tags"] == []
 
-    def test_a_thousand_damaged_bodies_get_an_answer(self, engine, history, tmp_path):
+    def test_a_thousand_damaged_bodies_get_an_answer(self, engine, history):
         chance = random.Random(3)
-        for body in (worse_json(delta(tmp_path, 9, weight_version="1"), chance) for _ in range(1000)):
+        for body in (worse_json(delta(history, 9, weight_version="1"), chance) for _ in range(1000)):
             answer = engine.http.post(LOAD, content=json.dumps(body), headers=JSON)
             assert answer.status_code == 400 and answer.json(), body
         for text in (b"", b"{", b"\xff", b"[" * 100_000):

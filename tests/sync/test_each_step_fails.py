@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-import torchrl_ext as tx
+from tests.sync.ends import made
 from torchrl_ext.base.errors import EngineRefusedError, UpdateError
 from torchrl_ext.testing.stateful import BEFORE_THE_PAUSE, IN_THE_PAUSE, MOMENTS, Trained, TransportLife
-
-
-def made(name, folder):
-    where = {"root": folder} if name in ("disk", "delta") else {}
-    return tx.make_transport(name, **where)
 
 
 def fails(trained, step, moment, error=RuntimeError):
@@ -52,18 +47,12 @@ def recovers(trained):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        (name, step)
-        for name in ("memory", "disk", "delta")
-        for step in (*BEFORE_THE_PAUSE, *IN_THE_PAUSE)
-        if (name, step) != ("delta", "verify")  # its digests travel with the weights
-    ],
-)
+@pytest.mark.parametrize("step", [*BEFORE_THE_PAUSE, *IN_THE_PAUSE])
+@pytest.mark.parametrize("name", ["memory", "delta"])
 def test_failing_step_leaves_one_version_in_service(name, step, moment, tmp_path):
-    """A step that fails leaves one version in service, and the next update is right."""
     trained = Trained(made(name, tmp_path))
+    if (name, step) == ("delta", "verify"):
+        return  # its digests travel with the weights
     for error in (RuntimeError, KeyboardInterrupt):  # in a first update, and in one after others
         fails(trained, step, moment, error)
         recovers(trained)
@@ -72,10 +61,9 @@ def test_failing_step_leaves_one_version_in_service(name, step, moment, tmp_path
     trained.sender.shutdown()
 
 
-@pytest.mark.parametrize("name", ["memory", "disk", "delta"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_failure_after_a_version_is_in_service_is_only_logged(name, moment, tmp_path, caplog):
-    trained = Trained(made(name, tmp_path))
+def test_failure_after_a_version_is_in_service_is_only_logged(moment, tmp_path, caplog):
+    trained = Trained(made("delta", tmp_path))
     for _ in range(2):
         trained.fault.arm("served", moment, OSError)
         report = trained.update("a", "b")

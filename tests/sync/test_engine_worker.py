@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.sharded.sharded_engine import Together as Agreeing
+from tests.data.sharded.sharded_engine import Together
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.base.deadline import Deadline
@@ -30,36 +30,26 @@ from torchrl_ext.data.weights.digests import digest_of, position_digest
 from torchrl_ext.sync.engine_worker import EngineWorker, joined
 
 
-class Together(Agreeing):
-    """Workers of one engine in threads of this process."""
-
-    def __init__(self, count):
-        super().__init__(count)
-        self._pool = ThreadPoolExecutor(count)
-
-    def handle(self, ends, message):
-        """What each worker answers, or raises."""
-
-        def one(end):
-            try:
-                return end.handle(message)
-            except EngineError as error:
-                return error
-
-        return [job.result(WAIT_S) for job in [self._pool.submit(one, end) for end in ends]]
-
-
 @pytest.fixture
 def engine():
-    """Two workers, what they hold, and what lets all of them handle a message."""
+    """Two workers in threads, what they hold, and what lets all of them handle a message."""
     together, held = Together(2), [nn.Linear(3, 2), nn.Linear(3, 2)]
     ends = [
         EngineWorker(TensorsLoader(module), rank=rank, workers=2, agree=together.agree(rank))
         for rank, module in enumerate(held)
     ]
-    yield ends, held, lambda message: together.handle(ends, message)
-    for end in ends:
-        end.close()
+
+    def handled(end, message):
+        """What a worker answers, or raises."""
+        try:
+            return end.handle(message)
+        except EngineError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        yield ends, held, lambda message: [*pool.map(handled, ends, [message] * 2, timeout=WAIT_S)]
+        for end in ends:
+            end.close()
 
 
 def idle(handle):
@@ -87,15 +77,21 @@ def test_workers_follow_a_trainer_step_by_step(engine):
 
 
 def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
+    """Also of a prefetch that ended the one before, which was begun and had not ended."""
     ends, _, handle = engine
-    going = threading.Event()
-    ends[1].receiver.prefetch = lambda told: going.wait(WAIT_S)  # one of them takes its time
-    ends[0].receiver.prefetch = lambda told: None
-    assert handle(Prefetch(version=1)) == [{}, {}]
+    begun, going, aborted = [], threading.Event(), threading.Event()
+
+    def prefetch(told):
+        begun.append(told.version)
+        assert (aborted if told.version == 1 else going).wait(WAIT_S)
+
+    for end in ends:
+        end.receiver.prefetch, end.receiver.abort = prefetch, aborted.set
+    assert handle(Prefetch(version=1)) == handle(Prefetch(version=2)) == [{}, {}] and aborted.is_set()
     assert handle(Poll()) == [{"working": True}] * 2
     going.set()
-    assert idle(handle) == [{}, {}]
-    assert handle(Poll()) == [{}, {}]  # as long as nothing else is begun
+    assert idle(handle) == handle(Poll()) == [{}, {}]  # as long as nothing else is begun
+    assert sorted(begun) == [1, 1, 2, 2]
 
 
 def test_a_background_step_is_in_order_with_the_engines_stream(lag):
@@ -111,7 +107,6 @@ def test_a_background_step_is_in_order_with_the_engines_stream(lag):
 
 
 def test_failure_of_one_worker_reaches_all_workers(engine):
-    """All workers answer with the failure of one, also with that of a step in the background."""
     ends, _, handle = engine
     steps = {"prefetch": Prefetch(version=1), "confirm": Prefetch(version=2), "start": Start()}
     for number, (step, message) in enumerate(steps.items()):
@@ -128,7 +123,6 @@ def test_failure_of_one_worker_reaches_all_workers(engine):
 
 
 def test_join_to_a_world_without_room_is_refused(engine):
-    """Ranks that do not fit into the world are refused before a worker joins a group."""
     _, _, handle = engine
     transport = tx.MemoryTransport()
     assert all("no step has been started" in str(error) for error in handle(Poll()))
@@ -139,62 +133,7 @@ def test_join_to_a_world_without_room_is_refused(engine):
     transport.shutdown()
 
 
-def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
-    ends, _, handle = engine
-    begun, aborted = [], threading.Event()
-    for end in ends:
-        end.receiver.prefetch = lambda told: (begun.append(told.version), told.version > 1 or aborted.wait(WAIT_S))
-        end.receiver.abort = aborted.set
-    assert handle(Prefetch(version=1)) == [{}, {}]
-    assert handle(Prefetch(version=2)) == [{}, {}]
-    assert aborted.is_set() and idle(handle) == [{}, {}] and sorted(begun) == [1, 1, 2, 2]
-
-
-def test_staged_changes_are_dropped_after_the_engines_own_load(engine, tmp_path, monkeypatch):
-    """Changes that are staged while the engine loads other weights never land on those weights."""
-    ends, held, handle = engine
-    policy, transport = nn.Linear(3, 2), tx.DeltaTransport(tmp_path)
-
-    def send(version):
-        with torch.no_grad():
-            policy.weight[0, 0] += 1
-        load = prepared(transport, policy, version)
-        assert handle(Prefetch(version=version)) == [{}, {}]
-        answers = idle(handle)
-        if answers == [{}, {}]:
-            for message in (Start(), load, Finish(version=version)):
-                found = handle(message)
-            assert [answer["version"] for answer in found] == [version, version]
-        return answers
-
-    assert handle(invitation(transport, policy, 2)) == [{}, {}] and idle(handle) == [{}, {}]
-    assert send(1) == send(2) == [{}, {}]
-    began, going = threading.Barrier(3), threading.Event()
-    stage = TensorsLoader.stage
-
-    def late(loader, changes):
-        began.wait(WAIT_S)
-        assert going.wait(WAIT_S)
-        stage(loader, changes)
-
-    monkeypatch.setattr(TensorsLoader, "stage", late)
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(send, 3)
-        began.wait(WAIT_S)
-        for end in ends:
-            end.receiver.invalidate()  # as vLLM's and SGLang's own loads do
-        going.set()
-        assert all("loaded other weights while version 3" in str(error) for error in answers.result(WAIT_S))
-    with torch.no_grad():
-        held[0].weight.zero_()
-        held[1].weight.zero_()
-    assert send(4) == [{}, {}]
-    assert all(torch.equal(module.weight, policy.weight) for module in held)
-    transport.shutdown()
-
-
 def test_workers_report_rank_transports_and_weakest_proof(engine, monkeypatch):
-    """Workers report their rank, the transports they can follow and the weakest proof among them."""
     _, held, handle = engine
 
     def proof(loader):

@@ -13,6 +13,7 @@ from msgspec import structs
 
 import torchrl_ext as tx
 from tests.sync.by_hand import invitation, limited, prepared
+from tests.sync.ends import made
 from torchrl_ext.base.errors import (
     EngineRefusedError,
     IntegrityError,
@@ -69,8 +70,8 @@ class Messages(RuleBasedStateMachine):
     Contents are numbers by name, so that the model's own tensors say which version they hold.
     """
 
-    @initialize()
-    def begin(self):
+    @initialize(name=st.sampled_from(["memory", "delta", "disk"]))
+    def begin(self, name):
         self.count = 0
         self.folder = tempfile.TemporaryDirectory()
         self.model = tensors(dict.fromkeys(NAMES, 0))
@@ -79,8 +80,8 @@ class Messages(RuleBasedStateMachine):
         self.start = self.held
         self.sound = [self.held]  # contents that are one version
         self.versions = {0: self.held}  # of the trainer that joined last, which parts may build on
-        self.transport, self.connection, self.stale = None, "", ""
-        self.update = self.loaded = None
+        self.connection = ""
+        self.join(name)
 
     def teardown(self):
         self.receiver.close()
@@ -103,13 +104,10 @@ class Messages(RuleBasedStateMachine):
             return False
         return True
 
-    # the trainer
-
     @rule(name=st.sampled_from(["memory", "delta", "disk"]))
     def join(self, name):
         self.count += 1
-        root = {} if name == "memory" else {"root": f"{self.folder.name}/{self.count}"}
-        self.transport, self.stale = tx.make_transport(name, **root), self.connection
+        self.transport, self.stale = made(name, f"{self.folder.name}/{self.count}"), self.connection
         self.connection = f"connection-{self.count}"
         self.versions, self.update, self.loaded = {0: self.start} if self.held == self.start else {}, None, None
         message = invitation(self.transport, tensors(self.held))
@@ -119,13 +117,9 @@ class Messages(RuleBasedStateMachine):
             part = Part(base=base, names=frozenset("a"))
             assert not self.tell(Prefetch(version=base + 1, part=part), StaleBaseError), "that of another trainer"
 
-    @precondition(lambda self: self.transport is not None)
     @rule(names=st.sets(st.sampled_from(NAMES), max_size=2), back=st.integers(0, 2), told=st.booleans())
     def prefetch(self, names, back, told):
         """Make a version, or one that brings some of its tensors; the worker hears of it, or does not."""
-        self._prefetch(names, back, told)
-
-    def _prefetch(self, names, back, told):
         self.count += 1
         known = sorted(self.versions)
         part = None
@@ -143,21 +137,14 @@ class Messages(RuleBasedStateMachine):
             rest = {name: value for name, value in self.versions[part.base].items() if name not in names}
             assert rest.items() <= self.held.items(), "a part was taken for another base than the one that is held"
 
-    @precondition(lambda self: self.transport is not None)
     @rule()
     def start_to_load(self):
-        self._start()
-
-    def _start(self):
         if not self.tell(Start()):
             self.update = None
 
     @precondition(lambda self: self.update is not None)
     @rule()
     def load_what_was_made(self):
-        self._load()
-
-    def _load(self):
         self.loaded = self.update if self.tell(self.update[0]) else None
 
     @precondition(lambda self: self.loaded is not None)
@@ -180,19 +167,21 @@ class Messages(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded is not None)
     @rule()
     def finish_what_was_loaded(self):
-        self._finish()
-
-    def _finish(self):
-        if self.loaded is None:
-            return
         (load, _, content), self.loaded, self.update = self.loaded, None, None
         if self.tell(Finish(version=load.version)):
-            assert self.held == content and self.receiver.handle(State()) == {"whole": True}
+            assert self.held == content and self.receiver.handle(State())["whole"]
             assert self.receiver.held.base == load.version
             self.versions[load.version] = content
             self.sound.append(content)
 
-    @precondition(lambda self: self.transport is not None)
+    @rule()
+    def finish_what_did_not_land(self):
+        """A version that was not loaded, or one of two loads."""
+        before, version = self.held, self.count + 1 if self.loaded is None else self.loaded[0].version
+        with pytest.raises(EngineRefusedError, match=r"(?s)got [01] of its 2 load.*holds (its previous|a part)"):
+            self.receiver.handle(stamped(Finish(version=version, loads=2), self.connection))
+        assert self.held == before and self.receiver.held.base != version
+
     @rule(
         names=st.sets(st.sampled_from(NAMES), max_size=2),
         back=st.integers(0, 1),
@@ -201,13 +190,14 @@ class Messages(RuleBasedStateMachine):
     )
     def update_in_order(self, names, back, told, breaks):
         """Take all steps of an update, as long as none fails."""
-        self._prefetch(names, back, told)
+        self.prefetch(names, back, told)
         self.loader.fails = breaks
-        for step in (self._start, self._load, self._finish):
+        for step in (self.start_to_load, self.load_what_was_made):
             if self.update is not None:
                 step()
+        if self.loaded is not None:
+            self.finish_what_was_loaded()
 
-    @precondition(lambda self: self.transport is not None)
     @rule(step=st.sampled_from([Start(), Finish(version=7), Verify(digests={}), State()]))
     def a_replaced_trainer_steps(self, step):
         before, held = self.held, self.receiver.held
@@ -218,11 +208,11 @@ class Messages(RuleBasedStateMachine):
         else:
             raise AssertionError("a replaced trainer's step was taken")
 
-    @rule()
-    def leave(self):
+    @rule(joins=st.sampled_from([True, True, False]))
+    def leave(self, joins):
         self.tell(Leave())
-
-    # the engine
+        if joins:
+            self.join("delta")
 
     @rule(step=st.sampled_from(["load", "stage", "commit", "finish"]))
     def something_will_break(self, step):
@@ -262,18 +252,3 @@ TestMessages = Messages.TestCase
 TestMessages.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-
-
-def test_the_number_of_another_trainer_is_no_base():
-    """A part of version 2 on version 1 needs this trainer's version 1."""
-    content = tensors({"a": 1, "b": 1})
-    receiver = tx.WeightReceiver(tensors({"a": 0, "b": 0}))
-    transport, later = tx.MemoryTransport(), tx.MemoryTransport()
-    receiver.handle(structs.replace(invitation(transport, content), connection="first"))
-    for message in (Start(), prepared(transport, as_source(content), 1), Finish(version=1)):
-        receiver.handle(stamped(message, "first"))
-    assert receiver.held.base == 1
-    receiver.handle(structs.replace(invitation(later, content), connection="second"))
-    part = Part(base=1, names=frozenset("a"))
-    with pytest.raises(StaleBaseError, match="holds another sender's weights"):
-        receiver.handle(stamped(Prefetch(version=2, part=part), "second"))

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import pytest
 import torch
 
 import torchrl_ext as tx
 from tests.models import converted_model
+from tests.sync.ends import made, same
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights import hf_names
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
-
-
-def tensors(count):
-    return {f"model.layers.{number}.weight": torch.full((4,), float(number)) for number in range(count)}
-
-
-def updates(transport, weights, **settings):
-    """Two updates by a transport: of everything, and of one tensor; `trainer.` is taken off its names."""
-    served = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    own = {f"trainer.{name}": tensor for name, tensor in weights.items()}
-    with tx.WeightSender(transport, InProcessEngine(served), **settings) as sender:
-        yield sender.update_weights(own)
-        next(iter(own.values()))[0] += 1
-        yield sender.update_weights(own)
-    assert all(torch.equal(served[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
@@ -41,34 +26,27 @@ def test_load_messages_do_not_list_parameters_again(transport, tmp_path, monkeyp
 
     monkeypatch.setattr(WeightReceiver, "handle", handled)
     for count in (50, 200):
-        made = tx.make_transport(transport, root=tmp_path / str(count))
-        [*updates(made, tensors(count), mapper={"trainer.(.*)": r"\1"})]
+        own = {f"trainer.layers.{number}.weight": torch.full((4,), float(number)) for number in range(count)}
+        served = {name.removeprefix("trainer."): torch.zeros(4) for name in own}
+        mapper = {"trainer.(.*)": r"\1"}
+        with tx.WeightSender(made(transport, tmp_path / str(count)), InProcessEngine(served), mapper=mapper) as sender:
+            sender.update_weights(own)
     assert sizes[200, "join"] > 3 * sizes[50, "join"]
     assert sizes[200, "load"] < 1.1 * sizes[50, "load"] < 1000
 
 
 def test_model_names_are_spelled_once_for_all_deltas(tmp_path, monkeypatch):
-    """Names of a model are spelled once for all deltas, and again after its memory was replaced."""
-    made, init = Counter(), hf_names.Spelling.__init__
-
-    def counted(*given):
-        made["all"] += 1
-        init(*given)
-
-    monkeypatch.setattr(hf_names.Spelling, "__init__", counted)
+    spelled, init = [], hf_names.Spelling.__init__
+    monkeypatch.setattr(hf_names.Spelling, "__init__", lambda *given: spelled.append(init(*given)))
     policy, served = converted_model("qwen3_moe", 1), converted_model("qwen3_moe", 2)
-    loader, counts = TensorsLoader(served), []
-    with tx.WeightSender(tx.make_transport("delta", root=tmp_path), InProcessEngine(loader)) as sender:
-        for _ in range(4):
+    counts = []
+    with tx.WeightSender(tx.DeltaTransport(tmp_path), InProcessEngine(TensorsLoader(served))) as sender:
+        for update in range(5):
+            if update == 4:  # other memory under the same names: what was spelled is of no use
+                served.lm_head.weight.data = served.lm_head.weight.detach().clone()
             with torch.no_grad():
                 policy.lm_head.weight[0] += 0.25
             assert sender.update_weights(policy).verified
-            counts.append(made["all"])
-        assert counts[3] == counts[2]
-        with torch.no_grad():  # other memory under the same names: what was spelled is of no use
-            served.lm_head.weight.data = served.lm_head.weight.detach().clone()
-            policy.lm_head.weight[0] += 0.25
-        assert sender.update_weights(policy).verified
-        assert made["all"] == counts[3] + 1
-    same = dict(served.named_parameters())
-    assert all(torch.equal(same[name], tensor) for name, tensor in policy.named_parameters())
+            counts.append(len(spelled))
+    assert counts[2] == counts[3] == counts[4] - 1
+    assert same(served, policy)

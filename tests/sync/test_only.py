@@ -10,7 +10,8 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import WAIT_S
 from tests.sync.by_hand import limited
-from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, ManifestError, UpdateError
+from tests.sync.ends import change, made
+from torchrl_ext.base.errors import EngineUnreachableError, ManifestError, UpdateError
 from torchrl_ext.base.types import Part
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
@@ -18,6 +19,8 @@ from torchrl_ext.data.update_source import named
 from torchrl_ext.data.weights.derived import MappedSource, as_source
 from torchrl_ext.data.weights.source import ModuleSource, WeightSource
 from torchrl_ext.sync.local.inprocess import InProcessEngine, Layered
+
+B = ["b.weight", "b.bias"]
 
 
 class Counted(ModuleSource):
@@ -38,6 +41,8 @@ class TestWhichTensors:
     def test_they_are_said_by_name(self):
         assert named(["b.weight", "a.bias"], as_source(policy())) == {"a.bias", "b.weight"}
         assert named("b.weight", as_source(policy())) == {"b.weight"}
+        tied = tiny_model(0, tie_word_embeddings=True)
+        assert named("lm_head.weight", as_source(tied)) == {"model.embed_tokens.weight"}, "the tensor that is sent"
 
     @pytest.mark.parametrize(
         ("only", "words"),
@@ -47,49 +52,35 @@ class TestWhichTensors:
         with pytest.raises(ManifestError, match=words):
             named(only, as_source(policy()))
 
-    def test_a_tied_name_means_the_tensor_that_is_sent(self):
-        model = tiny_model(0, tie_word_embeddings=True)
-        assert named("lm_head.weight", as_source(model)) == {"model.embed_tokens.weight"}
-
-    def test_whole_model_transport_refuses_partial_update(self, tmp_path):
-        sender = tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(policy()))
-        with pytest.raises(ConfigError, match="whole models only"):
-            sender.update_weights(policy(), only=["a.bias"])
-        assert sender.update_weights(policy()).version == 1
-
 
 class TestSourceOfAPart:
-    def test_tensors_that_are_left_out_are_not_made(self):
+    @pytest.mark.parametrize(
+        ("above", "taken"),
+        [
+            (lambda source: MappedSource(source, rename=lambda name: f"m.{name}"), {"m.a.weight": 6, "m.b.bias": 2}),
+            (lambda source: Layered(source, {"b.bias": torch.ones(2)}), {"b.bias": 2, "bb.bias": 1}),
+        ],
+    )
+    def test_tensors_that_are_left_out_are_not_made(self, above, taken):
         source = Counted(policy())
-        part = limited(
-            MappedSource(source, rename=lambda name: f"m.{name}", dtype=torch.float64),
-            Part(base=1, names=frozenset(["m.b.bias", "m.a.weight"])),
-        )
-        assert [name for name, _ in part] == [meta.name for meta in part.params()] == ["m.a.weight", "m.b.bias"]
-        assert source.made == 2 and all(tensor.dtype == torch.float64 for _, tensor in part)
-
-    def test_layers_above_are_taken_without_those_below(self):
-        below = Counted(policy())
-        layered = Layered(below, {"b.bias": torch.ones(2)})
-        part = limited(layered, Part(base=1, names=frozenset(["b.bias", "bb.bias"])))
-        assert [(name, tensor.numel()) for name, tensor in part] == [("b.bias", 2), ("bb.bias", 1)]
-        assert below.made == 1
+        part = limited(above(source), Part(base=1, names=frozenset(taken)))
+        assert {name: tensor.numel() for name, tensor in part} == taken
+        assert [meta.name for meta in part.params()] == list(taken)
+        assert source.made == (2 if "m.b.bias" in taken else 1)
 
     def test_shards_that_come_from_one_stream_keep_their_tensors(self):
+        module = policy()
+
         class Streamed(WeightSource):
             def params(self):
-                return ModuleSource(self.module).params()
+                return ModuleSource(module).params()
 
             def __iter__(self):
-                return iter(ModuleSource(self.module))
+                return iter(ModuleSource(module))
 
-        source = Streamed()
-        source.module = policy()
-        part = limited(source, Part(base=1, names=frozenset(["a.bias", "bb.weight"])))
-        listed = list(part.shards())
+        listed = list(limited(Streamed(), Part(base=1, names=frozenset(["a.bias", "bb.weight"]))).shards())
         assert [shard.meta.name for shard in listed] == ["a.bias", "bb.weight"]
-        assert torch.equal(listed[0].take(), source.module["a"].bias)
-        assert torch.equal(listed[1].take(), source.module["bb"].weight)
+        assert torch.equal(listed[0].take(), module["a"].bias) and torch.equal(listed[1].take(), module["bb"].weight)
 
 
 class Plain(TensorsLoader):
@@ -133,7 +124,7 @@ def stale(engine, receiver):
 
 
 def replaced(engine, receiver):
-    other = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=receiver))
+    other = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(receiver))
     assert other.update_weights(policy()).verified
 
 
@@ -150,15 +141,14 @@ class TestOptimistic:
     @pytest.mark.parametrize("name", ["memory", "delta", "collective"])
     @pytest.mark.parametrize("happens", [without_parts, packed, stale, replaced, restarted])
     def test_everything_arrives_in_the_same_call_and_the_same_pause(self, name, happens, tmp_path, caplog):
-        settings = {"root": tmp_path / "root"} if name == "delta" else {}
         trained, served = policy(), policy()
         receiver = tx.WeightReceiver(served)
         engine = Restarting(receiver)
-        sender = tx.WeightSender(tx.make_transport(name, timeout_s=WAIT_S, **settings), engine)
+        sender = tx.WeightSender(made(name, tmp_path / "root", timeout_s=WAIT_S), engine)
         sender.register_model(trained)
-        assert not sender.update_weights(only=["b.weight", "b.bias"]).part, "nothing was sent before"
+        assert not sender.update_weights(only=B).part, "nothing was sent before"
         change(trained)
-        assert sender.update_weights(only=["b.weight", "b.bias"]).part
+        assert sender.update_weights(only=B).part
         happens(engine, receiver)
         caplog.clear()
         before, engine.pauses = served["a"].weight.detach().clone(), 0
@@ -175,62 +165,43 @@ class TestOptimistic:
         report = sender.update_weights(only="b.weight")
         assert report.part == (happens not in (without_parts, packed) or name == "delta")
         assert len([record for record in caplog.records if record.levelname == "WARNING"]) == len(warnings)
-        assert happens is without_parts or sender.update_weights(only=["b.weight", "b.bias"]).part
+        assert happens is without_parts or sender.update_weights(only=B).part
         sender.shutdown()
 
 
-def change(module):
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(1)
+def test_partial_update_leaves_other_changes_to_whole_update():
+    """Changes outside of `only`, which has the names that are sent, do not arrive before the next whole update."""
+    trained, served = policy(), nn.ModuleDict({"x": policy()})
+    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), mapper={r"(.*)": r"x.\1"})
+    sender.register_model(trained)
+    sender.update_weights()
+    change(trained)
+    report = sender.update_weights(only=["x.b.weight", "x.b.bias"])
+    assert report.part and report.tensors == 2 and report.bytes == sum(p.nbytes for p in trained["b"].parameters())
+    assert torch.equal(served["x"]["b"].weight, trained["b"].weight)
+    assert torch.equal(served["x"]["a"].weight + 1, trained["a"].weight)
+    assert not sender.update_weights().part
+    assert torch.equal(served["x"]["a"].weight, trained["a"].weight)
 
 
-class TestSender:
-    def test_partial_update_leaves_other_changes_to_whole_update(self):
-        """Changes outside of `only` do not arrive before the next whole update."""
-        trained, served = policy(), nn.ModuleDict({"x": policy()})
-        sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), mapper={r"(.*)": r"x.\1"})
-        sender.register_model(trained)
+def test_lost_engine_does_not_keep_other_engines_from_parts():
+    """After a reported loss of one engine, the others still take parts; its return sends everything."""
+
+    def gone(*_):
+        raise EngineUnreachableError("engine-1 is gone")
+
+    trained, served = policy(), [policy(), policy()]
+    one, other = (InProcessEngine(module, url=f"engine-{n}") for n, module in enumerate(served))
+    sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
+    sender.register_model(trained)
+    sender.update_weights()
+    other.info = other.prefetch = gone
+    with pytest.raises(UpdateError, match="engine-1 is gone"):
         sender.update_weights()
-        change(trained)
-        report = sender.update_weights(only=["x.b.weight", "x.b.bias"])  # by the names that are sent
-        assert report.part and report.tensors == 2 and report.bytes == sum(p.nbytes for p in trained["b"].parameters())
-        assert torch.equal(served["x"]["b"].weight, trained["b"].weight)
-        assert torch.equal(served["x"]["a"].weight + 1, trained["a"].weight)
-        assert not sender.update_weights().part
-        assert torch.equal(served["x"]["a"].weight, trained["a"].weight)
-
-    def test_lost_engine_does_not_keep_other_engines_from_parts(self):
-        """After a reported loss of one engine, the others still take parts; its return sends everything."""
-
-        class Losing(InProcessEngine):
-            lost = False
-
-            def info(self):
-                self.answers()
-                return super().info()
-
-            def prefetch(self, version, part=None):
-                self.answers()
-                super().prefetch(version, part)
-
-            def answers(self):
-                if self.lost:
-                    raise EngineUnreachableError(f"{self.url} is gone")
-
-        trained, served = policy(), [policy(), policy()]
-        one, other = (Losing(module, url=f"engine-{n}") for n, module in enumerate(served))
-        sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
-        sender.register_model(trained)
-        sender.update_weights()
-        other.lost = True
-        with pytest.raises(UpdateError, match="engine-1 is gone"):
-            sender.update_weights()
-        assert not sender.update_weights(only=["b.weight", "b.bias"]).part, "after a failure everything is sent"
-        change(trained)
-        report = sender.update_weights(only=["b.weight", "b.bias"])
-        assert report.part and [row.state for row in report.engines] == ["serving", "unreachable"]
-        other.lost = False
-        assert not sender.update_weights(only=["b.weight", "b.bias"]).part
-        for module in served:
-            assert torch.equal(module["a"].weight, trained["a"].weight)
+    assert not sender.update_weights(only=B).part, "after a failure everything is sent"
+    change(trained)
+    report = sender.update_weights(only=B)
+    assert report.part and [row.state for row in report.engines] == ["serving", "unreachable"]
+    del other.info, other.prefetch
+    assert not sender.update_weights(only=B).part
+    assert all(torch.equal(module["a"].weight, trained["a"].weight) for module in served)

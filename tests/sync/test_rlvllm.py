@@ -10,6 +10,7 @@ import pytest
 from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 
 import torchrl_ext as tx
+from tests.sync.ends import made
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.base.deadline import Deadline
@@ -60,16 +61,8 @@ class Replicas(LLM):
         raise RuntimeError(ANSWERS + json.dumps(answer))
 
 
-def sender_to(engine, name, tmp_path, policy):
-    settings = {"root": tmp_path} if name in ("disk", "delta") else {}
-    sender = tx.WeightSender(tx.make_transport(name, **settings), engine)
-    sender.register_model(policy)
-    return sender
-
-
 @pytest.mark.parametrize("make", [as_engine, lambda engine: tx.make_engine("ray", engine=engine)])
 def test_other_rlvllmengine_implementation_is_refused(make):
-    """An unknown implementation of RLvLLMEngine is refused, and none of its methods is called."""
     with pytest.raises(ConfigError, match="Other implements RLvLLMEngine"):
         make(engine := Other())
     assert engine.calls == 0
@@ -78,16 +71,14 @@ def test_other_rlvllmengine_implementation_is_refused(make):
 def test_deadlines_reach_an_llm_in_torchrls_wrapper():
     wrapped = LocalLLMWrapper(Busy(talker(0), "torchrl_ext"), 1, "net")
     engine = tx.make_engine("ray", engine=wrapped, timeout_s=50.0, load_timeout_s=0.3)
-    sender = sender_to(engine, "memory", None, policy := talker(1))
     with pytest.raises(UpdateError, match=r"within 0\.3 s"):
-        sender.update_weights(policy)
+        tx.WeightSender(tx.MemoryTransport(), engine).update_weights(talker(1))
 
 
 def test_replica_with_other_weights_fails_the_update(tmp_path):
-    """A replica with other weights fails the update even if another replica confirms the version."""
     engine = tx.make_engine("inprocess", engine=Replicas(talker(0), "torchrl_ext"))
     with pytest.raises(UpdateError, match=r"does not confirm version 1: .*another"):
-        sender_to(engine, "disk", tmp_path, policy := talker(1)).update_weights(policy)
+        tx.WeightSender(tx.DiskTransport(tmp_path), engine).update_weights(talker(1))
 
 
 def test_a_setting_that_torchrls_engines_do_not_take_is_named():
@@ -100,36 +91,23 @@ def test_a_setting_that_torchrls_engines_do_not_take_is_named():
 )
 def test_an_llm_in_torchrls_wrapper_says_what_the_trainer_says(transport, backend, tmp_path):
     llm = LLM(talker(0), backend)
-    sender = sender_to(as_engine(LocalLLMWrapper(llm, 1, "net")), transport, tmp_path, policy := talker(1))
-    try:
+    with tx.WeightSender(made(transport, tmp_path), as_engine(LocalLLMWrapper(llm, 1, "net"))) as sender:
         for version in (1, 2):
-            policy.load_state_dict(talker(version).state_dict())
+            policy = talker(version)
             assert says(llm.model, 3, 8) != says(policy, 3, 8)
-            report = sender.update_weights()
+            report = sender.update_weights(policy)
             assert (report.version, report.verified, llm.version) == (version, True, str(version))
             assert says(llm.model, 3, 8) == says(policy, 3, 8) and llm.dropped == version
-    finally:
-        sender.shutdown()
     assert llm.backends == list(dict.fromkeys([backend, "torchrl_ext"]))  # and ours was asked for at most once
 
 
-def test_engine_without_our_plugin_gets_an_install_hint(tmp_path):
-    """An engine whose environment lacks our plugin fails the update with an error that names the remedy."""
-    llm, policy = LLM(talker(0), "nccl", plugin=False), talker(1)
-    for name in ("ray", "inprocess"):
-        engine = tx.make_engine(name, engine=LocalLLMWrapper(llm, 1, "net"))
-        with pytest.raises(UpdateError, match=r"torchrl_ext_backend.*install this package beside vLLM.*VLLM_PLUGINS"):
-            sender_to(engine, "disk", tmp_path / name, policy).update_weights()
+@pytest.mark.parametrize("name", ["ray", "inprocess"])
+def test_engine_without_our_plugin_gets_an_install_hint(name, tmp_path):
+    llm = LLM(talker(0), "nccl", plugin=False)
+    engine = tx.make_engine(name, engine=LocalLLMWrapper(llm, 1, "net"))
+    with pytest.raises(UpdateError, match=r"torchrl_ext_backend.*install this package beside vLLM.*VLLM_PLUGINS"):
+        tx.WeightSender(tx.DiskTransport(tmp_path), engine).update_weights(talker(1))
     assert says(llm.model, 3, 8) == says(talker(0), 3, 8)
-
-
-class Serving:
-    """Of an actor that goes on with other calls while one of ours runs."""
-
-    def __init__(self):
-        self.model = talker(0)
-
-    async def generate(self): ...
 
 
 class Plain:
@@ -139,9 +117,14 @@ class Plain:
         self.model = talker(0)
 
 
+class Serving(Plain):
+    """Of an actor that goes on with other calls while one of ours runs."""
+
+    async def generate(self): ...
+
+
 @pytest.mark.parametrize("kind", [Serving, Plain])
 def test_async_actor_answers_by_thread_and_plain_actor_at_once(kind):
-    """An actor with coroutines answers through a thread, a plain actor in the call itself."""
     held, open_port = kind(), partial(ray._open, pick=operator.attrgetter("model"))
     found = ray.begin(held, open_port, "client", "job", operator.methodcaller("state"))
     assert (found is None) == (kind is Serving)

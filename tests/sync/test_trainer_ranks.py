@@ -81,8 +81,7 @@ def test_an_engine_that_refuses_fails_the_update_on_every_rank(rank, world, fold
                 raise RuntimeError("out of memory")
             return super().load(*given)
 
-    trainer, logged = Trainer(tx.DiskTransport(folder), Refusing), []
-    trainer.sender.log_to(lambda report: logged.append(report.error is None))
+    trainer = Trainer(tx.DiskTransport(folder), Refusing)
     trainer.in_step(1, 1)
     Refusing.refuses = True
     with pytest.raises(UpdateError, match="out of memory"):
@@ -90,7 +89,6 @@ def test_an_engine_that_refuses_fails_the_update_on_every_rank(rank, world, fold
     Refusing.refuses = False
     trainer.in_step(3, 2)
     assert trainer.sender.version == 3
-    assert logged == ([True, False, True] if rank == 0 else [])
 
 
 @on_ranks(2)
@@ -110,7 +108,6 @@ def test_rank_failing_in_its_pass_fails_update_on_every_rank(rank, world, folder
 
 @on_ranks(2)
 def test_partial_update_becomes_full_after_receiver_failure(rank, world, folder):
-    """Tensors that every rank names are sent alone; an invalidated receiver gets all tensors."""
     trainer, source = Trainer(tx.MemoryTransport()), policy(2)
     trainer.in_step(1, 1)
     report = trainer.update(source, only="b")

@@ -48,14 +48,7 @@ class Connection:
         delivered: version that all engines hold, on which a partial update can build; None if unknown.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        transport: Transport,
-        *,
-        compares: bool = True,
-        rehearse: str = "once",
-    ) -> None:
+    def __init__(self, engine: EngineClient, transport: Transport, *, compares: bool, rehearse: str) -> None:
         self.engine, self._transport = engine, transport
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None

@@ -463,12 +463,7 @@ class WeightSender:
     def _connect_to(self, engine: EngineClient) -> None:
         """Switch to ``engine``; its workers join before the next version."""
         self.engine, self._refused = engine, None
-        self._connection = Connection(
-            engine,
-            self._transport,
-            compares=self._verify,
-            rehearse=self._rehearse,
-        )
+        self._connection = Connection(engine, self._transport, compares=self._verify, rehearse=self._rehearse)
 
     def _report(self, source: UpdateSource, started: float, error: Exception | None = None) -> SyncReport:
         stats, total = self._stats, time.perf_counter() - started

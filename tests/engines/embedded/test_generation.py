@@ -60,8 +60,8 @@ def scheduling(model, *, end_ids=frozenset(), **settings):
         scheduler.stop()
 
 
-def held_after(engine, passes):
-    """An event that is set when so many passes are over; the next one waits for a pause, or for a stop."""
+def runs(engine, passes, *beside):
+    """Jobs of a request that ran for so many passes, and of those ``beside`` it; the next pass waits for a pause."""
     counted, reached = [], threading.Event()
 
     def hook(*_):
@@ -71,12 +71,13 @@ def held_after(engine, passes):
             Deadline(60).poll(lambda: engine.scheduler._state != "serving", "nobody paused")
 
     engine._model.register_forward_pre_hook(hook)
-    return reached
+    jobs = [engine.scheduler.submit(one) for one in (request(), *beside)]
+    assert reached.wait(60)
+    return jobs
 
 
 class TestTokens:
     def test_greedy_tokens_equal_transformers_for_mixed_lengths(self, engine, model):
-        """Prompts of many lengths in one batch get the greedy tokens of Transformers."""
         prompts = [PROMPT[:length] for length in (1, 8, 3, 3, 5, 2, 8)]
         running = [submit(engine, prompt, max_tokens=24) for prompt in prompts]
         for prompt, future in zip(prompts, running, strict=True):
@@ -157,17 +158,14 @@ class TestTokens:
         ("body", "words"),
         [
             ([], "Expected `object`, got `array`"),
-            ({"sampling_params": {}}, "token_ids"),
             ({"token_ids": [], "sampling_params": {}}, "token_ids"),
             ({"token_ids": [True], "sampling_params": {}}, r"got `bool` - at `\$.token_ids\[0\]`"),
             ({"token_ids": [1]}, "missing required field `sampling_params`"),
-            ({"token_ids": [1], "sampling_params": 3}, r"got `int` - at `\$.sampling_params`"),
             ({"token_ids": [99_999], "sampling_params": {}}, "no token 99999"),
             ({"token_ids": [1], "sampling_params": {"stop_token_ids": [99_999]}}, "no token 99999"),
             ({"token_ids": [1] * CONTEXT, "sampling_params": {}}, "at most 255"),
             ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop is not supported"),
             ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "Expected `float` >= 0.0 - at .*temperature"),
-            ({"token_ids": [1], "sampling_params": {"max_tokens": "many"}}, "got `str` - at .*max_tokens"),
             ({"token_ids": [1], "sampling_params": {}, "stream": True}, "does not stream"),
             ({"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
         ],
@@ -183,9 +181,7 @@ class TestTokens:
 
 class TestPauses:
     def test_keep_freezes_what_runs_and_lets_it_go_on(self, engine, model):
-        reached = held_after(engine, 5)
-        running = submit(engine)
-        assert reached.wait(60)
+        running = runs(engine, 5)[0].future
         engine.pause("keep", 10)
         engine.pause("keep", 10)  # twice is no more
         later = submit(engine, PROMPT[:3])
@@ -205,9 +201,7 @@ class TestPauses:
         assert len(later.result(60)[0].token_ids) == 16
 
     def test_wait_freezes_what_does_not_end_in_time(self, engine):
-        reached = held_after(engine, 2)
-        running = submit(engine)
-        assert reached.wait(60)
+        running = runs(engine, 2)[0].future
         with pytest.raises(DeadlineError, match=r"still running 0 s after.*frozen"):
             engine.pause("wait", 0)
         assert engine.scheduler.paused and not running.done()
@@ -215,10 +209,7 @@ class TestPauses:
         assert len(running.result(60)[0].token_ids) == 16
 
     def test_abort_pause_ends_running_and_waiting_requests(self, engine, model):
-        """An abort pause returns the tokens of running requests so far, and none for waiting requests."""
-        reached = held_after(engine, 5)
-        running, aside = submit(engine), submit(engine, PROMPT[:3], n=2)
-        assert reached.wait(60)
+        running, aside = (job.future for job in runs(engine, 5, request(PROMPT[:3], n=2)))
         engine.pause("keep", 10)
         waiting = submit(engine)
         engine.pause("abort", 10)
@@ -237,9 +228,7 @@ class TestPauses:
         assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16) and engine.scheduler.alive
 
     def test_a_request_that_nobody_waits_for_leaves_its_row(self, engine):
-        reached = held_after(engine, 5)
-        job = engine.scheduler.submit(request())
-        assert reached.wait(60)
+        (job,) = runs(engine, 5)
         engine.pause("keep", 10)
         job.cancelled = True
         engine.resume()
@@ -248,9 +237,7 @@ class TestPauses:
 
     def test_the_end_of_the_engine_ends_what_runs(self, checkpoint):
         engine = EmbeddedEngine(str(checkpoint), dtype="float32")
-        reached = held_after(engine, 3)
-        running = submit(engine)
-        assert reached.wait(60)
+        running = runs(engine, 3)[0].future
         engine.close()
         assert running.result(60)[0].finish_reason == "abort" and not engine.scheduler.alive
         engine.pause("keep", 1)
@@ -261,9 +248,7 @@ class TestPauses:
 class TestSleep:
     @pytest.mark.parametrize(("level", "asleep"), [(0, set()), (1, {"weights", "kv_cache"})])
     def test_frozen_requests_survive_a_sleep_that_keeps_the_weights(self, engine, model, level, asleep):
-        reached = held_after(engine, 5)
-        running = submit(engine)
-        assert reached.wait(60)
+        running = runs(engine, 5)[0].future
         engine.sleep(level, "keep", 10)
         assert engine.asleep == asleep and engine.scheduler.paused
         if level:
@@ -274,7 +259,6 @@ class TestSleep:
         assert running.result(60)[0].token_ids == greedy(model, PROMPT, 16)
 
     def test_engine_slept_at_level_2_refuses_until_reload(self, engine, checkpoint, model):
-        """An engine without weights serves, scores and digests nothing until a checkpoint is loaded."""
         engine.sleep(2, "abort", 10)
         for refused in (engine.digests, lambda: engine.logprobs([PROMPT]), lambda: engine.wake_up(None)):
             with pytest.raises(EngineRefusedError, match="slept at level 2"):

@@ -67,7 +67,6 @@ def label(server):
 
 
 def test_excess_half_open_requests_are_closed_soon():
-    """Half-sent requests beyond the limit are closed soon, and whole requests are answered meanwhile."""
     with served(head_s=LONG_S, most=2, crowded_s=0.1) as server:
         halves = [begins(server) for _ in range(5)]
         assert label(server) == "7" and httpx.get(f"{server.url}/health").status_code == 200
@@ -79,7 +78,6 @@ def test_excess_half_open_requests_are_closed_soon():
 
 
 def test_dripping_request_head_is_closed_at_its_deadline():
-    """A head sent byte by byte is cut off at its deadline, and a request in work is not."""
     with served(head_s=2.0) as server, ThreadPoolExecutor(1) as pool:  # longer than any stall of a busy machine
         paused = pool.submit(
             httpx.post, f"{server.url}/pause", headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S

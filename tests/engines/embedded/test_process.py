@@ -1,7 +1,4 @@
-"""The embedded engine as a child process: it starts, says why it cannot, and never outlives its parent."""
-
-import signal
-import sys
+"""The embedded engine as a child process: it starts, or says why it cannot, and ends."""
 
 import httpx
 import psutil
@@ -11,7 +8,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.models import PROMPT, tiny_checkpoint
-from tests.processes import WAIT_S, calling, running_python
+from tests.processes import WAIT_S
 from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.types import API_KEY_VARIABLE
 from torchrl_ext.control.requests.client import InferenceClient
@@ -35,22 +32,6 @@ def test_server_computes_in_the_given_dtype_and_ends(checkpoint):
     process.wait(timeout=WAIT_S)
     assert not server.alive()
     server.stop()
-
-
-def be_a_parent(model):
-    server = EmbeddedServer(model, dtype="float32", threads=1)
-    print(server.pid, server.url, flush=True)
-    sys.stdin.read()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
-def test_a_server_ends_when_its_parent_is_killed(checkpoint, number):
-    with running_python(calling(be_a_parent, str(checkpoint))) as parent:
-        pid, url = parent.stdout.readline().split()
-        process = psutil.Process(int(pid))
-        assert httpx.get(f"{url}/health").status_code == 200
-        parent.send_signal(number)
-        process.wait(timeout=WAIT_S)
 
 
 def test_a_directory_without_a_model_is_named_by_the_error(tmp_path):

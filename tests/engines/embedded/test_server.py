@@ -10,6 +10,7 @@ import torch
 import torchrl_ext as tx
 from tests.engines.embedded import served_here
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.sync.ends import made
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Join
 from torchrl_ext.control.requests.client import InferenceClient
@@ -48,15 +49,11 @@ def model(seed):
 
 
 @contextmanager
-def sender_to(server, transport, tmp_path, **settings):
-    made = tx.make_transport(transport, **({"root": tmp_path / "updates"} if transport == "disk" else {}))
-    sender = tx.WeightSender(made, tx.make_engine("embedded", url=server.url, **settings))
-    label = httpx.get(f"{server.url}/weight_info").json()["weight_version"]
-    sender.version = int(label) if label.isdigit() else 0  # goes on where the sender before it ended
-    try:
+def sender_to(server, transport, tmp_path):
+    with tx.WeightSender(made(transport, tmp_path / "updates"), tx.connect(server.url)) as sender:
+        label = httpx.get(f"{server.url}/weight_info").json()["weight_version"]
+        sender.version = int(label) if label.isdigit() else 0  # goes on where the sender before it ended
         yield sender
-    finally:
-        sender.shutdown()
 
 
 @pytest.fixture
@@ -65,8 +62,7 @@ def in_service(server, tmp_path_factory):
 
     def put(seed):
         with sender_to(server, "disk", tmp_path_factory.mktemp("put")) as sender:
-            own = model(seed)
-            return sender.update_weights(own), own
+            sender.update_weights(model(seed))
 
     return put
 
@@ -87,11 +83,9 @@ def test_a_response_has_vllms_shape(http):
     [
         ({"content": b'{"prompts": [[1]]}'}, 415, "send content-type: application/json"),
         ({"content": b'{"prompts": [[1]]}', "headers": {"content-type": "text/plain"}}, 415, "'text/plain'"),
-        ({"data": {"prompts": "x"}}, 415, "'application/x-www-form-urlencoded'"),
         ({"json": {"prompts": [[1]]}, "headers": {"origin": "https://page.example"}}, 403, "web pages"),
         ({"headers": {"origin": "null"}}, 403, "web pages"),
         ({"content": b"{", "headers": {"content-type": "application/json; charset=utf-8"}}, 400, "not JSON"),
-        ({"json": [1]}, 400, "got `array`"),
         ({"json": {"prompts": [["1"]]}}, 400, "prompts is malformed"),
         ({}, 400, "prompts is malformed"),
         ({"json": {"prompts": [[]]}}, 400, "a prompt has 0 tokens"),
@@ -117,7 +111,6 @@ def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeyp
 
 
 def test_is_sleeping_reports_tags_pause_emptiness_and_wholeness(http, in_service):
-    """One GET /is_sleeping tells whatever a client asks before a pause."""
     in_service(0)
 
     def state():
@@ -159,14 +152,12 @@ def test_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_pat
             assert told["weight_version"] == str(report.version) == http.get("/weight_info").json()["weight_version"]
             (found,) = client.generate([PROMPT], max_tokens=32, temperature=0.0, ignore_eos=True)
             assert list(found.token_ids) == greedy(own, PROMPT, 32)
-            assert [(span.version, span.start, span.end) for span in found.weight_versions] == [
-                (str(report.version), 0, 32)
-            ]
+            (span,) = found.weight_versions
+            assert (span.version, span.start, span.end) == (str(report.version), 0, 32)
     assert report.verified
 
 
 def test_unreachable_transport_is_refused_with_usable_ones(http):
-    """A transport that cannot reach the process is refused with a list of the transports that can."""
     for name in ("memory", "pigeon"):
         answer = http.post(
             "/init_weight_transfer_engine", json={"init_info": Join(transport=name, params=(), offer={}).to_json()}
@@ -177,7 +168,6 @@ def test_unreachable_transport_is_refused_with_usable_ones(http):
 
 
 def test_health_answers_during_a_join_and_another_trainer_joins(server, http, in_service, tmp_path):
-    """The server answers /health while it waits for an absent trainer, and another trainer takes over."""
     in_service(0)
     absent, params, answers = tx.make_transport("collective", timeout_s=120), as_source(model(0)).params(), []
     offer = absent.open(1, params, Deadline(60)).info

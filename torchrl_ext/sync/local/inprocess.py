@@ -181,6 +181,7 @@ class InProcessEngine(Engine):
                 ) from error
             try:
                 self._sender.update_weights(good)
+                self._joined = self._connection  # it joined anew
             except WeightSyncError as second:
                 raise UpdateError(
                     f"{why(error)}; the previous weights could not be restored either: {why(second)}",
