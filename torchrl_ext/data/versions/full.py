@@ -72,7 +72,7 @@ def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[
             for number, batch in enumerate(_batches(coming, lambda pair: pair[1].nbytes), 1):
                 written.result()
                 if number % _SYNCED == 0:  # the device begins while later tensors are still copied
-                    synced.append(syncer.submit(os.fdatasync, file.fileno()))
+                    synced.append(syncer.submit(os.fsync, file.fileno()))
                 written = writer.submit(_write_batch, file, shard.offsets, batch, checksums)
                 del batch  # the writer alone holds on to it
             written.result()
