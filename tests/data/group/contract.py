@@ -79,8 +79,8 @@ class CarrierContract:
     def carry(self, source, to, nbytes=8, seed=0):
         """Have one end of a group send bytes to another, and see that they arrive."""
         read, sent = self.blank(nbytes), self.filled(nbytes, seed)
-        sends = lambda: source.wait(source.send(sent, to.rank))  # noqa: E731
-        assert beside(sends, lambda: to.wait(to.receive(read, source.rank))) == [None, None]
+        ends = (lambda: source.wait(source.send(sent, to.rank)), lambda: to.wait(to.receive(read, source.rank)))
+        assert beside(*ends) == [None, None]
         assert arrived(read, seed)
 
     @contextmanager

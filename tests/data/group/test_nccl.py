@@ -95,8 +95,8 @@ def test_a_communicator_that_does_not_form_is_aborted(fabric, monkeypatch, how):
     with KIT.seats(2, SHORT_S if how == "deadline" else WAIT_S) as seats:
         error, words = TransportError, r"formed no communicator .* an abort, ended the wait"
         if how == "error":
-            failed = lambda self: fake_nccl.REMOTE_ERROR  # noqa: E731
-            monkeypatch.setattr(sys.modules["nccl"].core.Communicator, "get_async_error", failed)
+            communicator = sys.modules["nccl"].core.Communicator
+            monkeypatch.setattr(communicator, "get_async_error", lambda self: fake_nccl.REMOTE_ERROR)
             words = "could not be made: NCCL reports remote process"
         elif how == "stop":
             threading.Timer(0.2, seats[0].within.stop.set).start()
@@ -170,8 +170,8 @@ def test_memory_is_held_until_an_abort_is_over(fabric, monkeypatch):
         flat = KIT.blank(9)
         memory = weakref.ref(flat)
         work = first.receive(flat, 1)
-        late = lambda self: (ended.wait(WAIT_S), abort(self))  # noqa: E731
-        monkeypatch.setattr(sys.modules["nccl"].core.Communicator, "abort", late)
+        communicator = sys.modules["nccl"].core.Communicator
+        monkeypatch.setattr(communicator, "abort", lambda self: (ended.wait(WAIT_S), abort(self)))
         first.sever()
         del flat, work
         gc.collect()
@@ -226,8 +226,11 @@ def test_a_setting_of_one_end_is_named_before_anything_forms(fabric, monkeypatch
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_PROTO", "Simple")
         settings = nccl.settings()
-    note = lambda *args: msgspec.structs.replace(own(*args), settings=settings)  # noqa: E731
-    monkeypatch.setattr(members[1], "_note", note)  # of a process of its own
+
+    def note(*args):  # of a process of its own
+        return msgspec.structs.replace(own(*args), settings=settings)
+
+    monkeypatch.setattr(members[1], "_note", note)
     for failed in beside(*(partial(meet, member, rank) for rank, member in enumerate(members))):
         assert type(failed) is ConfigError and "rank 1 has Simple as the environment variable NCCL_PROTO" in str(failed)
         assert "start the trainer with NCCL_PROTO=Simple" in str(failed)

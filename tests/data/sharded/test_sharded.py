@@ -188,7 +188,10 @@ def sent(ends, weights):
 )
 def test_what_makes_no_plan_ends_the_update_on_both_sides(ends, monkeypatch, damaged, words):
     put = HostedStore.set
-    damage = lambda self, key, value, **how: put(self, key, damaged(value) if key == "shares" else value, **how)  # noqa: E731
+
+    def damage(self, key, value, **how):
+        put(self, key, damaged(value) if key == "shares" else value, **how)
+
     monkeypatch.setattr(HostedStore, "set", damage)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
     assert isinstance(received, tx.WeightSyncError) and words in str(received), received
@@ -222,7 +225,10 @@ def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatc
 
 def test_damage_on_the_way_is_named_and_the_version_is_not_taken(ends, monkeypatch):
     send, digests_bytes = Group.send, 64
-    damaged = lambda self, flat, to: send(self, flat if flat.numel() == digests_bytes else flat ^ 1, to)  # noqa: E731
+
+    def damaged(self, flat, to):
+        return send(self, flat if flat.numel() == digests_bytes else flat ^ 1, to)
+
     monkeypatch.setattr(Group, "send", damaged)
     outcome, received = sent(ends, {"first": torch.ones(4, 5)})
     assert isinstance(received, IntegrityError) and "'first'" in str(received)
