@@ -290,7 +290,7 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
     expected = "every layer equal to a cold start's"
     try:
         engine.client.info()
-        engine.client.rehearse("once")
+        proof = engine.client.rehearse("once")
     except WeightSyncError as error:
         yield failure("rehearsal", f"{error.what}. State: {error.state or 'unknown'}", expected, error.hint or "")
         return
@@ -298,7 +298,7 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
     for replied in every:
         rows = [f"{row['layers']} {row['kernel']} {row['verdict']} {row['why']}" for row in replied.get("layers", ())]
         found = f"worker {replied.get('worker', 0)}: proof {replied.get('proof', PROOFS[0])!r}; {'; '.join(rows)}"
-        if engine.client.proof == PROOFS[0]:
+        if proof == PROOFS[0]:
             yield warning("rehearsal", found, expected, str(replied.get("why", "")))
         else:
             yield ok("rehearsal", found)

@@ -335,7 +335,7 @@ class RemoteInferenceClient:
     async def _state_after(self, what: str, call: Callable[[Any], object], **settings: Any) -> dict[str, Info]:
         def called(engine: Any) -> Info:
             call(engine)
-            return {"status": engine.rows()[0].state}
+            return {"status": engine.look()[0].state}
 
         return await self._everywhere(what, called, **settings)
 

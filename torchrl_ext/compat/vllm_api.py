@@ -16,7 +16,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Seal, Start, Verify
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.base.routes import ANSWERS, BACKEND, answers_in, each_answer
@@ -97,7 +97,7 @@ class TorchRLExtTrainerEngine:
         """
         transport, is_sender = transports.make(init_info.transport, **init_info.settings), init_info.rank == 0
         weights = VLLMSource(source)
-        engine = Engine(ClientPort(client, world_size=init_info.world_size)) if is_sender else NullEngine()
+        engine = Engine.of(ClientPort(client, world_size=init_info.world_size)) if is_sender else NullEngine()
         engine.info()  # raises now instead of in the first update
         sender = WeightSender(transport, engine, rank=init_info.rank, **init_info.sender)
         sender.register_model(weights)
@@ -171,42 +171,42 @@ class ClientPort(Port):
         version = max(answer.get("version", 0) for answer in found)
         return EngineInfo(url=self.url, kind=self.kind, world_size=len(found), weight_version=str(version or ""))
 
-    def port_for(self, info: Info) -> Port:
-        """See `Port.port_for`; ConfigError if several deployments would take the same ranks in one group."""
-        if self._size is None and "root" not in info["offer"]:  # workers that read files have no ranks
-            found = self._workers()
-            if len(found) > max(answer.get("workers", 1) for answer in found):
-                what = f"{self.url} reaches several deployments, whose workers would all join as the same ranks"
-                expected = "delta or disk; or a client that gives each server its own rank_offset, and world_size"
-                raise ConfigError(what, expected=expected, state="nothing was sent")
-        return self
+    def paused(self) -> bool:
+        return True  # the client's owner sees to it, and the protocol has no way to ask
 
-    def state(self, *, fit: bool = False) -> EngineState:
-        return EngineState(paused=True)  # the client's owner sees to it, and the protocol has no way to ask
+    def state(self) -> EngineState:
+        return EngineState(whole=True)
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
         """Do nothing, as `resume`: the client's owner pauses and resumes the servers."""
 
     def resume(self) -> None:
         """See `pause`."""
 
-    def cancel(self) -> None:
-        with suppress(EngineRefusedError):  # workers may have no open update any more
-            self._call(self._client.finish_weight_update)
-
-    def tell(self, message: Message) -> list[Info]:
+    def call(self, message: Message) -> list[Info]:
         match message:
+            case Join():
+                self._refuse(message)
             case Start():
                 return self._call(self._client.start_weight_update)
             case Load() | Verify() | Seal():
                 return self._call(self._client.update_weights, message.to_json())
             case Finish():
-                self.tell(Seal(connection=message.connection))
+                self.call(Seal(connection=message.connection))
                 answers, finish = self._ask(message), self._client.finish_weight_update
                 labels = "weight_version" in inspect.signature(finish).parameters  # TRL's takes none
                 self._call(finish, **({"weight_version": str(message.version)} if labels else {}))
                 return answers
         return self._ask(message)
+
+    def _refuse(self, message: Join) -> None:
+        """Refuse several deployments that would take the same ranks in one group."""
+        if self._size is None and "root" not in message.offer:  # workers that read files have no ranks
+            found = self._workers()
+            if len(found) > max(answer.get("workers", 1) for answer in found):
+                what = f"{self.url} reaches several deployments, whose workers would all join as the same ranks"
+                expected = "delta or disk; or a client that gives each server its own rank_offset, and world_size"
+                raise ConfigError(what, expected=expected, state="nothing was sent")
 
     def _workers(self) -> list[Info]:
         if found := [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]:

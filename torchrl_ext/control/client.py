@@ -1,4 +1,4 @@
-"""`EngineClient`: the interface through which a sender controls an engine. No tensor passes through it."""
+"""`EngineClient` and `Update`: how a sender controls engines. No tensor passes through them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,109 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.base.types import EngineInfo, Info, Part
-from torchrl_ext.control.port import no_adapters, no_logprobs
+from torchrl_ext.control.port import no_logprobs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["EngineClient", "NullEngine"]
+__all__ = ["EngineClient", "NullEngine", "Update", "nothing"]
 
 log = logging.getLogger("torchrl_ext")
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Do nothing."""
+
+
+class Update(ABC):
+    """One version on its way into an engine, or into each engine of a fleet; thrown away afterwards.
+
+    Call `stage`, `begin`, `load` (once per handoff), `verify` and `commit`, in this order. If a call fails, the engine
+    stays in its current state (paused from `begin` on), and the error names that state. Nothing but these calls changes
+    the object, so other threads may ask the engine's client anything meanwhile.
+
+    Args:
+        version: the next version.
+
+    Attributes:
+        version: the version.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    @abstractmethod
+    def stage(self, part: Part | None = None) -> None:
+        """Make the engine prepare for the version as far as it can while it serves.
+
+        Args:
+            part: which tensors the version contains, and which version has the others; None for a full version.
+
+        Raises:
+            EngineRefusedError, StaleBaseError: the engine lacks the part's base, or takes no parts; it still serves
+                its earlier weights.
+        """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Pause the engine and prepare it to load; on failure no weight has changed, and one that served serves."""
+
+    @abstractmethod
+    def load(self, info: Info, on_failure: Callable[[], None] = nothing) -> None:
+        """Make every worker receive one handoff; return once they all have.
+
+        Args:
+            info: the fields of a `torchrl_ext.base.messages.Load`, whose ``handoff`` is of `Transport.prepare`.
+            on_failure: as for `EngineClient.join`.
+        """
+
+    @abstractmethod
+    def verify(self, digests: Mapping[str, str], digest: str = "") -> None:
+        """Make every worker compare its weights with the trainer's digests; do nothing if there are none.
+
+        Args:
+            digests: of tensors, by name; empty if they travel with the weights.
+            digest: over all of them (`torchrl_ext.data.weights.digests.digest_of`), which workers have to name in
+                `commit`; "" if it is not known.
+
+        Raises:
+            EngineRefusedError, IntegrityError: a worker's weights differ; names the tensor.
+        """
+
+    @abstractmethod
+    def commit(self) -> tuple[EngineRow, ...]:
+        """Finish the version, resume the engine, and return its row.
+
+        Raises:
+            EngineRefusedError: a worker with our plugin does not hold what was sent; the engine stays paused.
+        """
+
+    @abstractmethod
+    def rows(self) -> tuple[EngineRow, ...]:
+        """Return what the update has come to so far, one row per engine."""
+
+    @final
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """`begin`, and run the body; if it raises, the engine stays paused and may be half updated."""
+        try:
+            self.begin()
+            yield
+        except Exception:
+            raise  # it says what each engine serves
+        except BaseException:
+            if left := ", ".join(row.engine for row in self.rows()):
+                words = "the update to version %d was interrupted; %s may stay paused until resume() or the next update"
+                log.error(words, self.version, left)
+            raise
 
 
 class EngineClient(ABC):
-    """Drives one engine, or a fleet, through weight updates.
-
-    Call ``connect`` once, then per update ``prefetch``, ``begin``, ``load`` (once per handoff) and ``commit``. If a
-    call fails, the engine stays in its current state (paused from ``begin`` on), and the error names that state.
+    """Drives one engine, or a fleet; what an update knows lives in its `Update`, so any thread may ask anything.
 
     Example:
         >>> engine = tx.connect(address)
@@ -64,7 +143,7 @@ class EngineClient(ABC):
         return (self,)
 
     def replaced(self, connection: str) -> str:
-        """Return why the sender that joined as ``connection`` (see `connect`) must join again; "" if it need not.
+        """Return why the sender that joined as ``connection`` (see `join`) must join again; "" if it need not.
 
         Also "" if the engine does not answer: the next step then raises the error.
         """
@@ -72,13 +151,8 @@ class EngineClient(ABC):
 
     @property
     def verifies(self) -> bool:
-        """Whether the connected engine can compare its weights with the trainer's digests."""
+        """Whether the joined engine can compare its weights with the trainer's digests."""
         return True
-
-    @property
-    def proof(self) -> str:
-        """The proof that a confirmed update gives, one of `torchrl_ext.base.reports.PROOFS`; of a fleet the weakest."""
-        return "sent"
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
@@ -86,16 +160,16 @@ class EngineClient(ABC):
         return ()
 
     @abstractmethod
-    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Make every worker join the transport of ``info``; return once they all have.
+    def join(self, offer: Info, on_failure: Callable[[], None] = nothing) -> None:
+        """Make every worker join a transport; return once they all have.
 
         Args:
-            info: the fields of a `torchrl_ext.base.messages.Join`, whose ``offer`` is of `Transport.open`; the client
+            offer: the fields of a `torchrl_ext.base.messages.Join`, whose ``offer`` is of `Transport.open`; the client
                 adds ``rank_offset`` (1 for a single engine).
             on_failure: called as soon as one engine fails, to release others that wait for it.
         """
 
-    def rehearse(self, how: str = "once") -> None:  # noqa: B027 - engines without our loader cannot rehearse
+    def rehearse(self, how: str = "once") -> str:
         """Check, before the first update, that an update gives the same weights as a cold start.
 
         The engine is paused meanwhile, unless it need not rehearse, and then serves the same weights again.
@@ -103,62 +177,18 @@ class EngineClient(ABC):
         Args:
             how: ``"once"`` per start of the engine, ``"never"``, or ``"always"``.
 
+        Returns:
+            The proof that a confirmed update gives, one of `torchrl_ext.base.reports.PROOFS`; of a fleet the weakest.
+
         Raises:
             EngineRefusedError: the weights differ; names the layers. The engine serves its earlier weights, or stays
                 paused if it could not restore them.
         """
+        return "sent"
 
     @abstractmethod
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        """Make the engine prepare for ``version`` as far as it can while it serves.
-
-        Args:
-            version: the next version.
-            part: which tensors the version contains, and which version has the others; None for a full version.
-
-        Raises:
-            EngineRefusedError, StaleBaseError: the engine lacks the part's base, or takes no parts; it still serves
-                its earlier weights.
-        """
-
-    @abstractmethod
-    def begin(self, version: int) -> None:
-        """Pause the engine and prepare it to load ``version``."""
-
-    @abstractmethod
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Make every worker receive one handoff; return once they all have.
-
-        Args:
-            info: the fields of a `torchrl_ext.base.messages.Load`, whose ``handoff`` is of `Transport.prepare`.
-            on_failure: as for `connect`.
-        """
-
-    @abstractmethod
-    def commit(self, version: int) -> None:
-        """Finish ``version``, drop stale caches and resume the engine.
-
-        Raises:
-            EngineRefusedError: a worker with our plugin does not hold what was sent; the engine stays paused.
-        """
-
-    def verify(self, digests: Mapping[str, str], digest: str = "") -> None:
-        """Make every worker compare its weights with the trainer's digests; do nothing if there are none.
-
-        Args:
-            digests: of tensors, by name; empty if they travel with the weights.
-            digest: over all of them (`torchrl_ext.data.weights.digests.digest_of`), which workers have to name in
-                `commit`; "" if it is not known.
-
-        Raises:
-            EngineRefusedError, IntegrityError: a worker's weights differ; names the tensor.
-        """
-        if digests or digest:
-            self._compare(digests, digest)
-
-    def _compare(self, digests: Mapping[str, str], digest: str) -> None:
-        """Compare as `verify` does; not both are empty."""
-        raise ConfigError(f"{self.url} compares no digests", hint="give WeightSender verify=False")
+    def update(self, version: int) -> Update:
+        """Return a new update of the engine, or of each engine that takes part now, to ``version``."""
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probabilities of ``prompts`` under the engine's current weights, computed without its caches.
@@ -179,6 +209,7 @@ class EngineClient(ABC):
         """
         raise no_logprobs(self.url, self.kind)
 
+    @abstractmethod
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter in a directory under ``name``, in place of the one that the name stands for now.
 
@@ -191,8 +222,8 @@ class EngineClient(ABC):
             EngineUnreachableError, EngineRefusedError, DeadlineError: the engine did not load it; the error says what
                 it serves under ``name`` now, if that is known.
         """
-        raise no_adapters(self.kind)
 
+    @abstractmethod
     def unload_adapter(self, name: str) -> None:
         """Serve no adapter under ``name`` any more; SGLang loads it again for a request that names it.
 
@@ -200,7 +231,6 @@ class EngineClient(ABC):
             ConfigError: this kind of engine serves no adapters.
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `load_adapter`.
         """
-        raise no_adapters(self.kind)
 
     @abstractmethod
     def pause(self) -> bool:
@@ -212,8 +242,13 @@ class EngineClient(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Let the engine generate again."""
+        """Let the engine generate again.
 
+        Raises:
+            EngineRefusedError: the engine sleeps, has no weights, holds a part of a version, or refuses.
+        """
+
+    @abstractmethod
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         """Make the engine release memory for the trainer; the next update wakes it, first the weights, then the cache.
 
@@ -225,23 +260,19 @@ class EngineClient(ABC):
         Raises:
             ConfigError: this kind of engine cannot sleep, or does not support this level or these tags.
         """
-        raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use pause")
 
+    @abstractmethod
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Wake ``weights``, ``kv_cache`` or, by default, both; a fully awake engine serves again.
 
         Raises:
-            EngineRefusedError: the engine has no weights to serve (it slept at level 2 and had no update since).
+            EngineRefusedError: the engine would serve without weights (it slept at level 2 and had no update since), or
+                with a part of a version.
         """
-        raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use resume")
 
     @abstractmethod
-    def rows(self) -> tuple[EngineRow, ...]:
-        """Return the result of the last update, one row per engine."""
-
     def look(self) -> tuple[EngineRow, ...]:
-        """Return `rows` with the state that each engine reports now, if it can report one; `rows` stays as it is."""
-        return self.rows()
+        """Ask how each engine is now, and which version it serves; one row per engine. It changes nothing."""
 
     @abstractmethod
     def close(self) -> None:
@@ -252,21 +283,6 @@ class EngineClient(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Run the body between `begin` and `commit`; if it raises, the engine stays paused and may be half updated."""
-        try:
-            self.begin(version)
-            yield
-            self.commit(version)
-        except Exception:
-            raise  # it says what each engine serves
-        except BaseException:
-            if left := ", ".join(engine.url for engine in self.each()):
-                words = "the update to version %d was interrupted; %s may stay paused until resume() or the next update"
-                log.error(words, version, left)
-            raise
 
 
 class NullEngine(EngineClient):
@@ -289,16 +305,36 @@ class NullEngine(EngineClient):
     def each(self) -> tuple[EngineClient, ...]:
         return ()
 
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._on_load(info)
+    def update(self, version: int) -> Update:
+        return _NullUpdate(version, self._on_load)
 
     def pause(self) -> bool:
         return False
 
-    def rows(self) -> tuple[EngineRow, ...]:
+    def look(self) -> tuple[EngineRow, ...]:
         return ()
 
     def _ignore(self, *args: Any, **settings: Any) -> None:
         """Do nothing."""
 
-    connect = prefetch = begin = commit = resume = sleep = wake_up = close = _compare = _ignore
+    join = resume = sleep = wake_up = load_adapter = unload_adapter = close = _ignore
+
+
+@final
+class _NullUpdate(Update):
+    def __init__(self, version: int, on_load: Callable[[Info], None]) -> None:
+        super().__init__(version)
+        self._on_load = on_load
+
+    def load(self, info: Info, on_failure: Callable[[], None] = nothing) -> None:
+        self._on_load(info)
+
+    def commit(self) -> tuple[EngineRow, ...]:
+        return ()
+
+    rows = commit
+
+    def _ignore(self, *args: Any, **settings: Any) -> None:
+        """Do nothing."""
+
+    stage = begin = verify = _ignore  # type: ignore[assignment]

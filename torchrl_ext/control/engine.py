@@ -1,32 +1,23 @@
-"""`Engine`: the steps of an update, for every kind of engine, with errors that name the step and the engine's state.
+"""`Engine` drives one engine through a `Port`, and `EngineUpdate` takes one version to it.
 
-It never lets an engine serve with a part of a version, or without weights.
+They never let an engine serve with a part of a version, or without weights.
 """
 
 from __future__ import annotations
 
-import logging
 import reprlib
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import (
-    DeadlineError,
-    EngineError,
-    EngineRefusedError,
-    EngineUnreachableError,
-    code_of,
-    parsed,
-)
+from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.base.messages import (
     Finish,
     Inspect,
     Join,
+    Leave,
     Load,
     Message,
     Poll,
@@ -41,78 +32,109 @@ from torchrl_ext.base.messages import (
     stamped,
 )
 from torchrl_ext.base.reports import EngineRow, least
-from torchrl_ext.base.routes import OPEN_UPDATE
-from torchrl_ext.base.types import EngineInfo, Info, Part
-from torchrl_ext.control.client import EngineClient, _nothing
-from torchrl_ext.control.port import TAGS, EngineState, Port, check_sleep, check_wake, restated
+from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
+from torchrl_ext.control.client import EngineClient, Update, nothing
+from torchrl_ext.control.port import TAGS, EngineState, Port, ServesAdapters, check_sleep, check_wake, no_adapters
+from torchrl_ext.control.steps import Steps
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineUpdate"]
 
-log = logging.getLogger("torchrl_ext")
-
-_UNTOUCHED = "the engine's weights and its pause are unchanged"
 _PART = "part of an update"
-_REPLACED = "another sender drives the engine; this call changed nothing"
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})
 
 
-class Engine(EngineClient):
-    """Drives one engine through a `Port`.
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    """How a sender's transport was joined; another join replaces it.
 
-    Args:
-        port: the port of the engine.
+    Attributes:
+        port: the port that suited the server then.
+        connection: id of the sender's connection; "" before the first join.
+        workers: number of workers that have to confirm a version.
+        rehearsed, proof: what `Engine.rehearse` found.
     """
 
+    port: Port
+    connection: str = ""
+    workers: int = 1
     rehearsed: tuple[Info, ...] = ()
+    proof: str = "sent"
 
-    def __init__(self, port: Port) -> None:
-        self.kind = port.kind  # type: ignore[misc]
-        self._own = self.port = port
-        self._connection = ""  # the sender's that joined last through this client
-        self._torn = False  # this client has sent only a part of a version; used if workers do not report `whole`
-        self._before = EngineState(paused=None)  # before the current update
-        self._since: float | None = None  # start of the pause
-        self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
-        self._loads, self._digest, self._workers = 0, "", 1  # of the current update; and that have to confirm it
+    def call(self, message: Message) -> list[Info]:
+        """Send every worker a message as this connection's, and return their answers."""
+        return self.port.call(stamped(message, self.connection))
+
+    def wait(self, what: str) -> None:
+        """Wait until the workers have no work in progress; ``what`` names the work in a `DeadlineError`."""
+        if self.port.plugin:
+            late = f"{self.port.url} did not {what}"
+            Deadline(self.port.timeout_s).poll(lambda: not any(one.get("working") for one in self.call(Poll())), late)
+
+
+class Engine(EngineClient):
+    """Drives one engine.
+
+    Args:
+        find: returns the port that suits the engine as it is now: a server may have been started anew, with our plugin
+            or without. Asked before the first call, and before each join.
+        kind, url: the port's.
+    """
+
+    def __init__(self, find: Callable[[], Port], *, kind: str, url: str) -> None:
+        self.kind = kind  # type: ignore[misc]
+        self._find, self._url = find, url
+        self._now: _Joined | None = None
+        # A server without our plugin cannot tell that it holds a part of a version, so its client remembers
+        self._torn = False
+
+    @classmethod
+    def of(cls, port: Port) -> Engine:
+        """Return the client of an engine that one port always suits."""
+        return Engine(lambda: port, kind=port.kind, url=port.url)
 
     @property
     def url(self) -> str:
-        return self.port.url
+        return self._url
+
+    @property
+    def port(self) -> Port:
+        """The port in use."""
+        return self._joined.port
+
+    @property
+    def _joined(self) -> _Joined:
+        self._now = self._now or _Joined(port=self._find())
+        return self._now
 
     def info(self) -> EngineInfo:
-        info = self.port.describe()
-        self._workers = max(1, info.world_size // max(1, info.dp_size))  # another process may serve each replica
-        return info if info.weight_version else replace(info, weight_version=str(self._row.version or ""))
+        return self.port.describe()
 
     @property
     def verifies(self) -> bool:
-        return self.port.proves
+        return self.port.plugin
 
     @property
-    def proof(self) -> str:
-        return self._row.proof
+    def rehearsed(self) -> tuple[Info, ...]:
+        return self._joined.rehearsed
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        with self._step("compute log-probabilities"):
+        with Steps(self.port).step("compute log-probabilities"):
             return self.port.logprobs(prompts)
 
     def load_adapter(self, name: str, path: str) -> None:
-        with self._step(f"serve adapter {name!r} from {path}"):
-            self.port.load_adapter(name, path)
+        with Steps(self.port).step(f"serve adapter {name!r} from {path}"):
+            self._adapters().load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        with self._step(f"unload adapter {name!r}"):
-            self.port.unload_adapter(name)
+        with Steps(self.port).step(f"unload adapter {name!r}"):
+            self._adapters().unload_adapter(name)
 
-    def tell(self, message: Message) -> list[Info]:
-        """Send every worker a message and return their answers, if they give any.
-
-        Raises:
-            EngineRefusedError: a worker refused, or the engine lacks our plugin.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
-        """
-        return self.port.tell(stamped(message, self._connection))
+    def _adapters(self) -> ServesAdapters:
+        port = self.port
+        if not isinstance(port, ServesAdapters):
+            raise no_adapters(self.kind)
+        return port
 
     def inspect(self, question: Inspect) -> list[Info]:
         """Ask every worker about its environment (`torchrl_ext.sync.inspection`) and return at least one answer.
@@ -121,7 +143,7 @@ class Engine(EngineClient):
             EngineRefusedError: the engine lacks our plugin.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
-        answers = [found for found in self.tell(question) if "torchrl_ext" in found and "host" in found]
+        answers = [found for found in self.port.call(question) if "torchrl_ext" in found and "host" in found]
         if not answers:
             raise EngineRefusedError(
                 f"no worker of {self.url} answered",
@@ -130,19 +152,22 @@ class Engine(EngineClient):
             )
         return answers
 
-    def state(self) -> EngineState:
-        """Ask the engine for its state.
+    def paused(self) -> bool | None:
+        """Ask whether the engine is paused; None if it is never paused.
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an unusable one.
         """
+        return self.port.paused()
+
+    def state(self) -> EngineState:
+        """Ask for the state of the engine's memory and weights; raises as `paused`."""
         return self.port.state()
 
     # the sender
 
-    @final
-    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """See `EngineClient.connect`. The engine keeps generating; an update that was left open is ended first.
+    def join(self, offer: Info, on_failure: Callable[[], None] = nothing) -> None:
+        """See `EngineClient.join`. The engine keeps generating; an update that was left open is ended first.
 
         Raises:
             ConfigError: the engine would serve wrong weights with this client's settings.
@@ -150,166 +175,52 @@ class Engine(EngineClient):
                 world size differs from the transport's. It keeps serving its earlier weights.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
-        with self._step("join the transport", state=_UNTOUCHED):
-            port, before = self._own.port_for(info), self.port
-            if before is not port:
-                before.close(self._connection)  # the old port may hold a group from before a failure
-            self.port, message = port, Join.from_json(info)
-            self._connection = message.connection
-            try:
-                port.tell(message)
-            except EngineRefusedError as error:
-                if OPEN_UPDATE not in error.what:
-                    raise
-                port.cancel()  # an earlier trainer's open update
-                port.tell(message)
-            self._wait_until_staged("join the transport")
+        message, before = Join.from_json(offer), self._joined
+        with Steps(before.port).step("join the transport", state="the engine's weights and its pause are unchanged"):
+            if not before.port.plugin and before.connection:
+                before.port.call(Leave(connection=before.connection))  # it may be in a group of an earlier transport
+            port = self._find()
+            info = port.describe()
+            workers = max(1, info.world_size // max(1, info.dp_size))  # another process may serve each replica
+            self._now = joined = _Joined(port=port, connection=message.connection, workers=workers)
+            joined.call(message)
+            joined.wait("join the transport")
 
     def replaced(self, connection: str) -> str:
-        if not connection or not self.port.proves:
-            return ""
-        return replaced_by(self.port.tell, connection)
+        return replaced_by(self.port.call, connection) if connection and self.port.plugin else ""
 
-    @final
-    def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. Wakes sleeping weights; `proof` stays ``"sent"`` if workers cannot rehearse."""
-        if not self.port.proves:
-            return
-        self._wake_weights()
-        with self._step("rehearse an update"):
-            answers = self._rehearsal(Rehearse(how=how, ask=True))
+    def rehearse(self, how: str = "once") -> str:
+        """See `EngineClient.rehearse`. Wakes sleeping weights; workers that cannot rehearse prove ``"sent"``."""
+        joined = self._joined
+        if not joined.port.plugin:
+            return joined.proof
+        steps, what = Steps(joined.port), "rehearse an update"
+        _, state = steps.look(what)
+        with steps.step(what):
+            steps.wake(_WEIGHTS, state.asleep)
+            answers = _rehearsal(joined, Rehearse(how=how, ask=True))
             if any(answer.get("needed") for answer in answers):
-                answers = self._rehearse(Rehearse(how=how))
-        self.rehearsed = tuple(answers)
-        self._row = replace(self._row, proof=least(str(answer.get("proof", "sent")) for answer in answers))
+                answers = _rehearse(joined, steps, Rehearse(how=how))
+        self._now = replace(
+            joined,
+            rehearsed=tuple(answers),
+            proof=least(str(answer.get("proof", "sent")) for answer in answers),
+        )
+        return self._now.proof
 
-    def _rehearse(self, message: Rehearse) -> list[Info]:
-        served = self.pause()  # False if someone else paused it or put it to sleep
-        try:
-            answers = self._rehearsal(message)  # as slow as loading the weights a few times
-        except (EngineError, DeadlineError):
-            if served and all(answer.get("restored", True) for answer in self._rehearsal(Rehearse(ask=True))):
-                self.resume()
-            raise
-        if served:
-            self.resume()
-        return answers
-
-    def _rehearsal(self, message: Rehearse) -> list[Info]:
-        return [answer for answer in self.tell(message) if "proof" in answer]
-
-    # one update
-
-    @final
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        with self._step(f"prefetch version {version}", state=f"{self.url} was asked for nothing"):
-            state = self.port.state() if self.port.pauses else None
-        self._wake_weights(state)  # staging checks the changes against the weights
-        with self._step(f"prefetch version {version}", state="the engine still serves its previous weights"):
-            self.tell(Prefetch(version=version, part=part))
-            self._wait_until_staged(f"stage version {version}")
-
-    @final
-    def begin(self, version: int) -> None:
-        """See `EngineClient.begin`. On failure no weight has changed, and an engine that served serves again."""
-        self._loads, self._digest = 0, ""
-        before = self._before = self._pause_and_remember(f"pause for version {version}")
-        undo = partial(self._undo, before)
-        with self._step(f"drop what it cached for version {version}", undo=undo):
-            if self.port.drops_first:
-                self.port.drop_cached()
-        with self._step(f"start version {version}", undo=partial(self._cancel_and_undo, before)):
-            if self._connection and self.port.proves:
-                self.port.tell(State(connection=self._connection))  # refused if another sender has joined since
-            self._wake_weights(before)
-            self.tell(Start())
-
-    def _cancel_and_undo(self, before: EngineState) -> str:
-        """End the update on workers that started it, then undo; return the engine's state as text."""
-        try:
-            self.port.cancel()
-        except (EngineError, DeadlineError) as error:
-            return self._paused(f"its previous weights, which could not be confirmed: {error.what}")
-        return self._undo(before)
-
-    @final
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._torn = True
-        known = {"params"} if self.port.proves else ()  # from the join; megabytes of very many would lengthen the pause
-        with self._step("load the new weights", holding=_PART):
-            self.tell(Load.from_json({name: value for name, value in info.items() if name not in known}))
-        self._loads += 1
-
-    @final
-    def _compare(self, digests: Mapping[str, str], digest: str) -> None:
-        self._torn, self._digest = True, digest
-        with self._step("keep the digests of the new weights", holding=_PART):
-            if digests:
-                self.tell(Verify(digests={**digests}))
-
-    @final
-    def commit(self, version: int) -> None:
-        holding = _PART if self._loads else "its previous weights"
-        with self._step(f"finish version {version}", holding=holding):
-            self._refuse_unconfirmed(version, self.tell(Finish(version=version, loads=self._loads)))
-        self._torn, before = False, self._row.version
-        with self._step(f"resume with version {version}", holding=f"version {version}, whole"):
-            self.port.set_label(version)
-            if not self.port.drops_first:
-                self.port.drop_cached()
-            self._row = replace(self._row, version=version)
-            self._wake(_KV, self._before, serving=False)
-            self._resume()
-        if self._connection and self.port.proves:
-            self._refuse_stranger(version, before)
-
-    def _refuse_stranger(self, version: int, before: int | None) -> None:
-        """Raise an error unless the engine that answered the resume is the one that took ``version``.
-
-        It may have been started again since, or its name may mean another one.
-        """
-        row, self._row = self._row, replace(self._row, state="unreachable", version=before)
-        with self._step(
-            f"resume with version {version}",
-            state=f"{self.url} was asked to resume with version {version}, and does not say whether it is the engine "
-            "that took it",
-            replaced=f"{self.url} is not, or not any more, the engine that took version {version} from this sender: "
-            "that one has another sender now, was started again, or stays paused at another address",
-        ):
-            self.port.tell(State(connection=self._connection))
-        self._row = row
-
-    def _refuse_unconfirmed(self, version: int, answers: Sequence[Info]) -> None:
-        """Raise EngineRefusedError unless every worker says that it holds the version, as the trainer knows it.
-
-        Something between may have answered in the engine's place. Engines without our plugin say nothing, and prove
-        nothing.
-        """
-        wanted = {"version": version, **({"digest": self._digest} if self._digest else {})}
-        others = [one for one in answers if any(one.get(name) != value for name, value in wanted.items())]
-        if self.port.proves and (others or sum(one.get("workers", 1) for one in answers) < self._workers):
-            raise EngineRefusedError(
-                f"{self.url} does not confirm version {version}: it answers {reprlib.repr(others or [*answers])}",
-                expected=f"{wanted} of {self._workers} worker(s)",
-                hint="check that nothing between trainer and engine answers in the engine's place; send again",
-            )
+    def update(self, version: int) -> EngineUpdate:
+        return EngineUpdate(self, self._joined, version)
 
     # pause and sleep
 
-    @final
     def pause(self) -> bool:
         """See `EngineClient.pause`. If the pause fails, an engine that served is resumed."""
-        return self._pause_and_remember("pause").serves
+        return Steps(self.port).pause("pause")
 
-    @final
     def resume(self) -> None:
-        """See `EngineClient.resume`.
-
-        Raises:
-            EngineRefusedError: the engine sleeps, has no weights, holds a part of a version, or refuses.
-        """
-        with self._step("resume"):
-            state = self.port.state(fit=True)
+        steps = Steps(self.port)
+        with steps.step("resume"):
+            state = self.port.state()
             self._refuse_unfit(state)
             if "weights" in state.asleep:
                 raise EngineRefusedError(
@@ -317,99 +228,29 @@ class Engine(EngineClient):
                     state="asleep",
                     hint="call wake_up, or update_weights, which wakes the engine",
                 )
-            self._wake(_KV, state, serving=False)
-            self._resume()
+            steps.wake(_KV, state.asleep)
+            steps.resume()
 
-    @final
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        wanted = check_sleep(level, tags)
-        with self._step(f"sleep at level {level}", state=f"{self.url} was not asked to pause"):
-            self.port.refuse_sleep(level, wanted)
-        before = self._pause_and_remember("pause")
+        wanted, steps = check_sleep(level, tags), Steps(self.port)
+        served = steps.pause("pause")
         if not wanted:
             return
-        with self._step(f"sleep at level {level}", undo=partial(self._undo, before)):
-            self.port.make_idle()
-        with self._step(f"sleep at level {level}", holding="its previous weights, or none"):
-            if level == 2 and "weights" in wanted:
-                self._tell_gone()
-            self.port.sleep(level, None if tags is None else wanted, before)
+        with steps.step(f"sleep at level {level}", undo=partial(steps.undo, served)):
+            if level == 2 and "weights" in wanted and self.port.plugin:
+                self.port.call(Reset(weights="gone"))
+            self.port.sleep(level, wanted)
 
-    @final
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """See `EngineClient.wake_up`. If the server cannot report its sleep state, the wake is sent anyway.
-
-        Raises:
-            EngineRefusedError: the engine would serve without weights, or with a part of a version.
-        """
-        wanted = check_wake(tags)
-        with self._step("wake up"):
-            state = self.port.state(fit=True)
-            if "kv_cache" in wanted or state.asleep <= wanted:  # the engine may be fully awake, and serve, after this
-                self._refuse_unfit(state)
-            self._set_row_state("paused")
-            if state.known:
-                self._wake(wanted, state, serving=True)
-                return
-            self.port.wake(wanted, state)
-            if wanted == TAGS:
-                self._mark_serving()  # the engine resumes itself when its last part wakes
-
-    # helpers
-
-    def _pause_and_remember(self, what: str) -> EngineState:
-        """Pause the engine and return its earlier state."""
-        before = EngineState(paused=False)
-        if self.port.pauses:
-            with self._step(what, state=f"{self.url} was not asked to pause"):
-                before = self._query_state()
-            with self._step(what, undo=partial(self._undo, before)):
-                self.port.pause(before)
-            self._since = time.perf_counter() if self._since is None else self._since
-        self._set_row_state("paused")
-        return before
-
-    def _query_state(self) -> EngineState:
-        """Return the engine's state; if it does not report ``paused``, take that from this client's last call."""
-        state = self.port.state()
-        return replace(state, paused=self._row.state != "serving") if state.paused is None else state
-
-    def _resume(self) -> None:
-        self.port.resume()
-        self._mark_serving()
-
-    def _mark_serving(self) -> None:
-        """Record that the engine serves."""
-        pause_s = self._row.pause_s if self._since is None else time.perf_counter() - self._since
-        self._since = None
-        self._row = replace(self._row, state="serving", error=None, pause_s=pause_s)
-
-    def _set_row_state(self, state: str) -> None:
-        self._row = replace(self._row, state=state)
-
-    def _undo(self, before: EngineState) -> str:
-        """Resume the engine if it served before the failed step, which changed no weight; return its state as text."""
-        if not before.serves:
-            self._set_row_state("paused")
-            return self._paused("its previous weights")
-        if not self.port.pauses:
-            self._mark_serving()
-            return self._paused("")
-        try:
-            if self.port.state(fit=True).whole is False:
-                return self._paused("a part of another sender's version")
-            self.port.resume()
+        wanted, steps = check_wake(tags), Steps(self.port)
+        with steps.step("wake up"):
             state = self.port.state()
-        except (EngineError, DeadlineError) as error:
-            self._set_row_state("unreachable" if isinstance(error, EngineUnreachableError) else "paused")
-            return f"no weight was changed; {self.url} may still be paused: {error.what}"
-        if state.paused:
-            self._set_row_state("paused")
-            return f"no weight was changed; {self.url} was asked to resume but reports that it is paused"
-        self._mark_serving()
-        if state.paused is None:
-            return f"no weight was changed; {self.url} was asked to resume and cannot report whether it serves"
-        return f"no weight was changed; {self.url} reports that it serves again"
+            awake = wanted == TAGS or state.asleep <= wanted
+            if awake:
+                self._refuse_unfit(state)
+            steps.wake(wanted, state.asleep)
+            if awake:
+                steps.resume()
 
     def _refuse_unfit(self, state: EngineState) -> None:
         """Raise an error if the engine has no weights to serve, or a part of a version."""
@@ -419,112 +260,136 @@ class Engine(EngineClient):
                 state="paused",
                 hint="call update_weights: it wakes the engine in the right order",
             )
-        if not (not self._torn if state.whole is None else state.whole):
+        if self._torn if state.whole is None else not state.whole:
             raise partial_version(self.url)
 
-    def _wake(self, wanted: frozenset[str], state: EngineState, *, serving: bool) -> None:
-        """Wake the sleeping parts of ``wanted``; keep the engine paused unless ``serving`` and it is fully awake."""
-        if not state.asleep & wanted:
-            if serving and not state.asleep:
-                self._resume()
-            return
-        self.port.wake(wanted, state)
-        after = self.port.state()  # some engines serve as soon as their last part wakes
-        if not serving:
-            if not after.paused and not after.asleep:
-                self.port.pause(after)
-        elif not after.asleep:
-            self._resume()
-
-    def _wake_weights(self, state: EngineState | None = None) -> None:
-        """Wake only the weights; ``state`` is from before the pause (None: query it)."""
-        if self.port.pauses:
-            with self._step("wake its weights", state=f"{self.url} sleeps"):
-                state = self.port.state() if state is None else state
-                if state.dropped:
-                    self._tell_gone()  # another client may have put it to sleep without telling the workers
-                if "weights" in state.asleep:
-                    self._wake(_WEIGHTS, state, serving=False)
-
-    def _tell_gone(self) -> None:
-        """Tell the workers that their weights are gone; workers without our plugin keep no record of it."""
-        try:
-            self.port.tell(Reset(weights="gone"))
-        except EngineRefusedError as error:
-            if not self.port.lacks_plugin(error):
-                raise
-
-    def _wait_until_staged(self, what: str) -> None:
-        """Wait until the workers have no work in progress; ``what`` names the work in a `DeadlineError`."""
-        if self.port.proves:
-            Deadline(self.port.timeout_s).poll(
-                lambda: not any(answer.get("working") for answer in self.tell(Poll())), f"{self.url} did not {what}"
-            )
-
-    def rows(self) -> tuple[EngineRow, ...]:
-        return (self._row,)
-
     def look(self) -> tuple[EngineRow, ...]:
-        row = self._row  # a question changes nothing: its answer may come when a step has noted more than it knows
         try:
-            state = self.port.state()
+            port = self.port
+            paused, version = port.paused(), label_number(port.describe().weight_version)
+            state = "paused" if paused else "serving"
         except EngineUnreachableError:
-            return (replace(row, state="unreachable"),)
+            state, version = "unreachable", None
         except (EngineError, DeadlineError):
-            return (replace(row, state="paused"),)  # or worse
-        known = state.paused is not None
-        return (replace(row, state="serving" if state.serves else "paused") if known else row,)
+            state, version = "paused", None  # or worse
+        return (EngineRow(engine=self.url, kind=self.kind, state=state, version=version),)
 
     def close(self) -> None:
-        connection, self._connection = self._connection, ""
-        self.port.close(connection)
+        joined, self._now = self._now, None
+        if joined is not None:
+            joined.port.call(Leave(connection=joined.connection))
 
-    def _paused(self, holding: str, *, answered: bool = True) -> str:
-        if not self.port.pauses:
-            version = "no version" if self._row.version is None else f"version {self._row.version}"
-            return f"{self.url} still serves, with {version}"
-        # one that does not answer may have another sender by now
-        is_holding = "is paused and holds" if answered else "was paused when it answered last, and may hold"
-        return f"{self.url} {is_holding} {holding}; the next successful update resumes it"
 
-    @contextmanager
-    def _step(
-        self,
-        what: str,
-        state: str | None = None,
-        undo: Callable[[], str] | None = None,
-        holding: str | None = None,
-        replaced: str = _REPLACED,
-    ) -> Iterator[None]:
-        """Add the step and the engine's state to an error of the body, and keep the error for the report.
+def _rehearse(joined: _Joined, steps: Steps, message: Rehearse) -> list[Info]:
+    served = steps.pause("rehearse an update")  # False if someone else paused it or put it to sleep
+    try:
+        answers = _rehearsal(joined, message)  # as slow as loading the weights a few times
+    except (EngineError, DeadlineError):
+        if served and all(answer.get("restored", True) for answer in _rehearsal(joined, Rehearse(ask=True))):
+            steps.resume()
+        raise
+    if served:
+        steps.resume()
+    return answers
 
-        Args:
-            what: the step, for "the engine did not ``what``".
-            state: the engine's state after a failure, as text.
-            undo: instead of ``state``: restores the engine and returns its state as text.
-            holding: instead of ``state``: what a paused engine holds after a failure.
-            replaced: the state after a refusal because another sender has joined, or none has since a new start.
+
+def _rehearsal(joined: _Joined, message: Rehearse) -> list[Info]:
+    return [answer for answer in joined.call(message) if "proof" in answer]
+
+
+@final
+class EngineUpdate(Update):
+    """Takes one version to one engine.
+
+    Args:
+        engine: its client.
+        joined: how the sender's transport was joined.
+        version: the version.
+    """
+
+    def __init__(self, engine: Engine, joined: _Joined, version: int) -> None:
+        super().__init__(version)
+        self._engine, self._joined, self._steps = engine, joined, Steps(joined.port, joined.proof)
+        self._loads, self._digest, self._asleep = 0, "", frozenset[str]()
+
+    def stage(self, part: Part | None = None) -> None:
+        what = f"prefetch version {self.version}"
+        self._wake_weights(what)  # staging checks the changes against the weights
+        with self._steps.step(what, state="the engine still serves its previous weights"):
+            self._joined.call(Prefetch(version=self.version, part=part))
+            self._joined.wait(f"stage version {self.version}")
+
+    def begin(self) -> None:
+        what = f"start version {self.version}"
+        self._wake_weights(what)
+        served = self._steps.pause(f"pause for version {self.version}")
+        with self._steps.step(what, undo=partial(self._steps.undo, served)):
+            self._joined.call(Start())
+
+    def _wake_weights(self, what: str) -> None:
+        _, state = self._steps.look(what)
+        with self._steps.step("wake its weights", state=f"{self._joined.port.url} sleeps"):
+            self._steps.wake(_WEIGHTS, state.asleep)
+        self._asleep = state.asleep - _WEIGHTS
+
+    def load(self, info: Info, on_failure: Callable[[], None] = nothing) -> None:
+        self._engine._torn = True
+        known = {"params"} if self._joined.port.plugin else ()  # from the join: of very many they lengthen the pause
+        with self._steps.step("load the new weights", holding=_PART):
+            self._joined.call(Load.from_json({name: value for name, value in info.items() if name not in known}))
+        self._loads += 1
+
+    def verify(self, digests: Mapping[str, str], digest: str = "") -> None:
+        self._digest = digest
+        if digests:
+            with self._steps.step("keep the digests of the new weights", holding=_PART):
+                self._joined.call(Verify(digests={**digests}))
+
+    def commit(self) -> tuple[EngineRow, ...]:
+        version, steps = self.version, self._steps
+        with steps.step(f"finish version {version}", holding=_PART if self._loads else "its previous weights"):
+            self._refuse_unconfirmed(self._joined.call(Finish(version=version, loads=self._loads)))
+        self._engine._torn = False
+        with steps.step(f"resume with version {version}", holding=f"version {version}, whole"):
+            steps.wake(_KV, self._asleep)
+            before = steps.row
+            steps.resume(version)
+        if self._joined.connection and self._joined.port.plugin:
+            self._refuse_stranger(before)
+        return self.rows()
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return (self._steps.row,)
+
+    def _refuse_stranger(self, before: EngineRow) -> None:
+        """Raise an error unless the engine that answered the resume is the one that took the version.
+
+        It may have been started again since, or its name may mean another one.
         """
-        try:
-            yield
-        except (EngineError, DeadlineError) as error:
-            if code_of(error) == "replaced":  # no undo: the other sender may be in the middle of an update
-                state = replaced
-            elif undo is not None:
-                state = undo()
-            elif isinstance(error, EngineUnreachableError):
-                self._set_row_state("unreachable")
-            if state is None and holding is not None:
-                silent = isinstance(error, (DeadlineError, EngineUnreachableError))
-                state = self._paused(holding, answered=not silent)
-            reason, rest = parsed(
-                error.reason if isinstance(error, EngineRefusedError) and error.reason else error.what
+        url, version, steps = self._joined.port.url, self.version, self._steps
+        row, steps.row = steps.row, replace(before, state="unreachable")
+        with steps.step(
+            f"resume with version {version}",
+            state=f"{url} was asked to resume with version {version}, and does not say whether it is the engine that "
+            "took it",
+            replaced=f"{url} is not, or not any more, the engine that took version {version} from this sender: that "
+            "one has another sender now, was started again, or stays paused at another address",
+        ):
+            self._joined.call(State(connection=self._joined.connection))
+        steps.row = row
+
+    def _refuse_unconfirmed(self, answers: Sequence[Info]) -> None:
+        """Raise EngineRefusedError unless every worker says that it holds the version, as the trainer knows it.
+
+        Something between may have answered in the engine's place. Engines without our plugin say nothing, and prove
+        nothing.
+        """
+        joined, url = self._joined, self._joined.port.url
+        wanted = {"version": self.version, **({"digest": self._digest} if self._digest else {})}
+        others = [one for one in answers if any(one.get(name) != value for name, value in wanted.items())]
+        if joined.port.plugin and (others or sum(one.get("workers", 1) for one in answers) < joined.workers):
+            raise EngineRefusedError(
+                f"{url} does not confirm version {self.version}: it answers {reprlib.repr(others or [*answers])}",
+                expected=f"{wanted} of {joined.workers} worker(s)",
+                hint="check that nothing between trainer and engine answers in the engine's place; send again",
             )
-            rest |= {"state": state or error.state or rest.get("state", "")}
-            found = restated(error, f"{reason}; {self.url} did not {what}", **rest)
-            self._row = replace(self._row, error=str(found))
-            raise found from error
-        except BaseException:  # from an interrupted wait, or from an engine in this process
-            if undo is not None:
-                undo()
-            raise

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, code_of, why
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
-from torchrl_ext.control.client import EngineClient, _nothing
+from torchrl_ext.control.client import EngineClient, Update, nothing
 
 __all__ = ["Fleet", "Members"]
 
@@ -25,29 +25,11 @@ Members = Callable[[], Iterable[EngineClient | str]]
 _PROBE_S = 2.0  # how long an update waits for an engine that is already lost
 
 
-@dataclass(kw_only=True)
-class _Update:
-    """What the steps of one update know of it. No other call of a fleet writes it, whatever its thread, but `resumed`.
-
-    Attributes:
-        engines: the engines that it began with.
-        lost: the engines that were lost when it began, and why.
-        failed: the engines that failed one of its steps, which the later steps leave out, and why.
-        resumed: the engines that were resumed since, whose rows name no failure any more.
-    """
-
-    engines: tuple[EngineClient, ...]
-    lost: dict[EngineClient, Exception]
-    failed: dict[EngineClient, Exception] = field(default_factory=dict)
-    resumed: set[EngineClient] = field(default_factory=set)
-
-
 class Fleet(EngineClient):
     """Drives a fleet of engines: every call goes to all of them concurrently.
 
-    An engine that fails a step of an update drops out of the update and stays paused; the others finish the version,
-    and `commit` then raises an error with a row per engine. An engine that does not answer at all is lost: the others
-    continue without it, and it rejoins at the first update before which it answers again.
+    An engine that does not answer at all is lost: the others continue without it, and it rejoins at the first update
+    before which it answers again.
 
     `add` and `remove`, or ``members``, decide who takes part in the next update; a running one goes on with the engines
     that it began with.
@@ -58,6 +40,10 @@ class Fleet(EngineClient):
         members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
             it raises, nothing changes.
         make: takes an address, and returns a client for the engine that is added; None refuses addresses.
+
+    Attributes:
+        engines: the clients.
+        decoding: those that decode what prefill engines began.
 
     Raises:
         ConfigError: no engine, or a repeated address.
@@ -88,9 +74,8 @@ class Fleet(EngineClient):
         self._missing: dict[EngineClient, Exception] = {}  # lost engines, and why they are
         self._doubted: set[EngineClient] = set()  # the next `members` probes them
         self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
-        self._update: _Update | None = None  # the one that runs, or ran last
         self._probes: dict[EngineClient, Future[EngineInfo]] = {}
-        self._decoding: set[EngineClient] = set()
+        self.decoding: set[EngineClient] = set()
 
     @property
     def url(self) -> str:
@@ -161,7 +146,7 @@ class Fleet(EngineClient):
             log.warning("engine %s has left the fleet", engine.url)
             self._missing.pop(engine, None)
             self._probes.pop(engine, None)
-            self._decoding.discard(engine)
+            self.decoding.discard(engine)
             self._doubted.discard(engine)
             in_thread(engine.close, f"close {engine.url}")
 
@@ -179,13 +164,12 @@ class Fleet(EngineClient):
         self.reconcile(_PROBE_S)
         if not self.engines:
             raise self._nobody()
-        lost, failed = self._lost(), self._update.failed if self._update is not None else {}
-        engines = self.engines
-        doubted = engines if not self._met else {*failed, *lost, *self._doubted}
+        lost, engines = self.lost(), self.engines
+        doubted = engines if not self._met else {*lost, *self._doubted}
         suspects = [engine for engine in engines if engine in doubted]
         silent = self._silent(suspects)
         if len(silent) == len(engines):
-            raise self._missed("no engine of the fleet answered", {**lost, **silent})
+            raise self.missed("no engine of the fleet answered", {**lost, **silent})
         self._met = True
         self._doubted.difference_update(suspects)
         for engine in suspects:
@@ -194,16 +178,17 @@ class Fleet(EngineClient):
             elif engine in lost:
                 log.warning("engine %s is back", engine.url)
                 self._missing.pop(engine, None)
-        self._reported &= self._lost().keys()
+        self._reported &= self.lost().keys()
         return tuple(engine.url for engine in self.each())
 
-    def doubt(self) -> None:
-        """Have the next `members` probe every engine, as after a failed update. Failed questions alone do not."""
-        self._doubted.update(self.engines)
+    def doubt(self, engines: Iterable[EngineClient]) -> None:
+        """Have the next `members` probe ``engines``, which failed a step; the error of their update names them."""
+        self._doubted.update(engines)
+        self._reported.update(engines)
 
     def lose(self, engine: EngineClient, error: Exception) -> None:
         """Continue without ``engine`` until it answers a probe of `members`."""
-        if engine not in self._lost():
+        if engine not in self.lost():
             log.warning("engine %s is lost: %s", engine.url, error)
         self._missing[engine] = error
 
@@ -236,56 +221,27 @@ class Fleet(EngineClient):
         return all(engine.verifies for engine in self.each())
 
     @property
-    def proof(self) -> str:
-        return least(engine.proof for engine in self.each())
-
-    @property
     def rehearsed(self) -> tuple[Info, ...]:
         return tuple(report for engine in self.each() for report in engine.rehearsed)
 
-    def rehearse(self, how: str = "once") -> None:
-        self.everywhere("rehearse an update", lambda engine: engine.rehearse(how))
+    def rehearse(self, how: str = "once") -> str:
+        return least(self.everywhere("rehearse an update", lambda engine: engine.rehearse(how)))
 
-    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        described, offset, offsets = self._described(), info.get("rank_offset", 1), {}
-        self._decoding.update(engine for engine, one in described.items() if one.worker_type == "decode")
+    def join(self, offer: Info, on_failure: Callable[[], None] = nothing) -> None:
+        described, first, offsets = self._described(), offer.get("rank_offset", 1), {}
+        self.decoding.update(engine for engine, one in described.items() if one.worker_type == "decode")
         for engine, one in described.items():
-            offsets[engine] = offset
-            offset += one.world_size
+            offsets[engine] = first
+            first += one.world_size
         self.everywhere(
-            "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure, offsets
+            "join the transport", lambda one: one.join({**offer, "rank_offset": offsets[one]}), on_failure, offsets
         )
 
     def replaced(self, connection: str) -> str:
         return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
 
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._update = None
-        self._while_any("prefetch", lambda engine: engine.prefetch(version, part))
-
-    def begin(self, version: int) -> None:
-        self._while_any("pause", lambda engine: engine.begin(version))
-
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._while_any("load", lambda engine: engine.load(info), on_failure)
-
-    def _compare(self, digests: Mapping[str, str], digest: str) -> None:
-        self._while_any("load", lambda engine: engine.verify(digests, digest))
-
-    def commit(self, version: int) -> None:
-        """See `EngineClient.commit`. Decode engines resume last, after prefill engines dropped the old caches.
-
-        Raises:
-            EngineError: an engine failed or is lost; has a row per engine.
-        """
-        update = self._begun()
-        active = set(update.engines)
-        for engines in (active - self._decoding, active & self._decoding):
-            self._while_any("commit", lambda engine: engine.commit(version), among=engines)
-        missed = {**update.lost, **update.failed}
-        if update.failed or update.lost.keys() - self._reported:
-            everyone = len(update.engines) + len(update.lost)
-            raise self._missed(f"{len(missed)} of {everyone} engines did not take version {version}", missed)
+    def update(self, version: int) -> FleetUpdate:
+        return FleetUpdate(self, version)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Ask the engine, if there is just one; see `EngineClient.logprobs`."""
@@ -293,7 +249,7 @@ class Fleet(EngineClient):
         return engines[0].logprobs(prompts) if len(engines) == 1 else super().logprobs(prompts)
 
     def each(self) -> tuple[EngineClient, ...]:
-        lost = self._lost()
+        lost = self.lost()
         return tuple(engine for engine in self.engines if engine not in lost)
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -312,9 +268,9 @@ class Fleet(EngineClient):
             EngineError: an engine did not pause; has a row per engine.
         """
         engines = self.each()
-        served, unpaused = self._fan_out(engines, lambda engine: engine.pause())
+        served, unpaused = _fan_out({engine: engine.pause for engine in engines})
         if unpaused:
-            _, still = self._fan_out([one for one in served if served[one]], lambda engine: engine.resume())
+            _, still = _fan_out({engine: engine.resume for engine in served if served[engine]})
             except_for = ", ".join(engine.url for engine in still)
             raise self._error(
                 {**still, **unpaused},
@@ -326,8 +282,6 @@ class Fleet(EngineClient):
 
     def resume(self) -> None:
         self.everywhere("resume", lambda engine: engine.resume())
-        if self._update is not None:
-            self._update.resumed.update(self.each())
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         self.everywhere("sleep", lambda engine: engine.sleep(level, tags))
@@ -335,24 +289,9 @@ class Fleet(EngineClient):
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         self.everywhere("wake up", lambda engine: engine.wake_up(tags))
 
-    def rows(self) -> tuple[EngineRow, ...]:
-        update = self._update
-        failed = {} if update is None else update.failed
-        return self._rows({one: failed[one] for one in failed if update is None or one not in update.resumed})
-
-    def _rows(
-        self, errors: Mapping[EngineClient, Exception], looked: Mapping[EngineClient, EngineRow] | None = None
-    ) -> tuple[EngineRow, ...]:
-        rows, lost = [], self._lost()
-        for engine in self.engines:
-            (row,) = [looked[engine]] if looked and engine in looked else engine.rows()
-            error = errors.get(engine) or lost.get(engine)
-            row = replace(row, state="unreachable") if engine in lost else row
-            rows.append(row if error is None else replace(row, error=str(error)))
-        return tuple(rows)
-
     def look(self) -> tuple[EngineRow, ...]:
-        return self._rows({}, dict(self.everywhere("say how they are", lambda engine: (engine, *engine.look()))))
+        looked = dict(self.everywhere("say how they are", lambda engine: (engine, *engine.look())))
+        return tuple(looked[one] if one in looked else _row(one, self.lost().get(one)) for one in self.engines)
 
     def close(self) -> None:
         self.everywhere("close", lambda engine: engine.close())
@@ -361,7 +300,7 @@ class Fleet(EngineClient):
         self,
         what: str,
         call: Callable[[Any], object],
-        on_failure: Callable[[], None] = _nothing,
+        on_failure: Callable[[], None] = nothing,
         among: Collection[EngineClient] | None = None,
     ) -> list[Any]:
         """Run ``call`` with each engine that is not lost, concurrently, and return the results in order.
@@ -373,19 +312,19 @@ class Fleet(EngineClient):
             among: the engines to call, in place of those that are not lost now.
 
         Raises:
-            EngineError: an engine failed; has a row per engine. A fleet of one raises that engine's own error.
+            EngineError: an engine failed; has a row per engine that did. A fleet of one raises that engine's own error.
         """
         engines = self.each() if among is None else among
-        results, errors = self._fan_out(engines, call, on_failure)
+        results, errors = _fan_out({engine: partial(call, engine) for engine in engines}, on_failure)
         if errors:
             raise self._error(
                 errors,
                 f"{len(errors)} of {len(engines)} engines did not {what}",
-                "the other engines succeeded; error.rows lists the state of each engine",
+                "the other engines succeeded; error.rows lists the state of those that did not",
             )
         return [results[engine] for engine in engines]
 
-    def _lost(self) -> dict[EngineClient, Exception]:
+    def lost(self) -> dict[EngineClient, Exception]:
         """Return the lost engines and why each is lost."""
         found = ((engine, self._missing.get(engine)) for engine in self.engines)
         return {engine: error for engine, error in found if error is not None}
@@ -397,7 +336,7 @@ class Fleet(EngineClient):
             probes[engine] = self._probes.get(engine) or self._probes.setdefault(
                 engine, in_thread(engine.info, f"probe {engine.url}")
             )
-        silent, lost = {}, self._lost()
+        silent, lost = {}, self.lost()
         wait([probes[engine] for engine in engines if engine in lost], _PROBE_S)
         for engine in engines:
             if engine in lost and not probes[engine].done():
@@ -410,49 +349,6 @@ class Fleet(EngineClient):
                 silent[engine] = error
         return silent
 
-    def _begun(self) -> _Update:
-        """Return the update that runs; one begins with the members of now."""
-        if self._update is None:
-            self._update = _Update(engines=self.each(), lost=self._lost())
-        return self._update
-
-    def _while_any(
-        self,
-        step: str,
-        call: Callable[[EngineClient], object],
-        on_failure: Callable[[], None] = _nothing,
-        among: Collection[EngineClient] | None = None,
-    ) -> None:
-        """Take a step of an update on the engines still in it.
-
-        Raises:
-            EngineError: every engine of the update has failed.
-        """
-        update = self._begun()
-        left = [engine for engine in update.engines if engine not in update.failed]
-        _, errors = self._fan_out([one for one in left if among is None or one in among], call, on_failure)
-        update.failed.update(errors)
-        self._reported.update(update.failed)  # the error that ends this update has rows that name them
-        if len(update.failed) == len(update.engines):
-            raise self._missed(f"every engine failed to {step}", {**update.lost, **update.failed})
-
-    def _fan_out(
-        self,
-        engines: Collection[EngineClient],
-        call: Callable[[EngineClient], object],
-        on_failure: Callable[[], None] = _nothing,
-    ) -> tuple[dict[EngineClient, object], dict[EngineClient, Exception]]:
-        """Run ``call`` for all engines concurrently; return the results and the errors."""
-        jobs = {in_thread(partial(call, engine), f"drive {engine.url}"): engine for engine in engines}
-        results, errors = {}, {}
-        for job in as_completed(jobs):
-            try:
-                results[jobs[job]] = job.result()
-            except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
-                errors[jobs[job]] = error
-                on_failure()
-        return results, errors
-
     def _nobody(self) -> EngineError:
         return EngineError(
             "; ".join(["the fleet has no engine", *(f"{name}: {what}" for name, what in self._problems.items())]),
@@ -460,8 +356,10 @@ class Fleet(EngineClient):
             hint="add an engine, or have members= list one that answers",
         )
 
-    def _missed(self, what: str, missed: Mapping[EngineClient, Exception]) -> Exception:
-        """Return the error for engines that did not take a version, and mark them as reported."""
+    def missed(
+        self, what: str, missed: Mapping[EngineClient, Exception], rows: tuple[EngineRow, ...] = ()
+    ) -> Exception:
+        """Return the error for engines that did not take a version, which the next update then probes."""
         self._reported.update(missed)
         return self._error(
             missed,
@@ -469,10 +367,20 @@ class Fleet(EngineClient):
             "error.rows says whether these engines serve an older version, are paused, or do not answer"
             + ("; the others serve the new one" if len(missed) < len(self.engines) else ""),
             "fix the cause and call update_weights again; it includes every engine that answers by then",
+            rows,
         )
 
+    def unreported(self, engines: Iterable[EngineClient]) -> bool:
+        """Return whether one of ``engines`` was not named in an error since it last served."""
+        return not {*engines} <= self._reported
+
     def _error(
-        self, errors: Mapping[EngineClient, Exception], what: str, state: str, hint: str | None = None
+        self,
+        errors: Mapping[EngineClient, Exception],
+        what: str,
+        state: str,
+        hint: str | None = None,
+        rows: tuple[EngineRow, ...] = (),
     ) -> Exception:
         """Return the error for a call that failed on some members; a fleet of one returns that engine's own error."""
         if len(self.engines) == 1:
@@ -480,7 +388,106 @@ class Fleet(EngineClient):
         causes = {engine.url: why(error) for engine, error in errors.items()}
         words = "; ".join(cause if url in cause else f"{cause} ({url})" for url, cause in causes.items())
         code = next(filter(None, map(code_of, errors.values())), "")
-        return EngineError(f"{words}; {what}", rows=self._rows(errors), state=state, hint=hint, code=code)
+        rows = rows or tuple(_row(*failed) for failed in errors.items())
+        return EngineError(f"{words}; {what}", rows=rows, state=state, hint=hint, code=code)
+
+
+@final
+class FleetUpdate(Update):
+    """Takes one version to each engine that takes part, concurrently.
+
+    An engine that fails a step drops out and stays paused; the others finish the version, and `commit` then raises an
+    error with a row per engine.
+
+    Args:
+        fleet: the engines; those that it has now take part.
+        version: the version.
+    """
+
+    def __init__(self, fleet: Fleet, version: int) -> None:
+        super().__init__(version)
+        self._fleet, self._engines, self._lost = fleet, fleet.engines, fleet.lost()
+        self._updates = {engine: engine.update(version) for engine in fleet.each()}
+        self._failed: dict[EngineClient, Exception] = {}
+
+    def stage(self, part: Part | None = None) -> None:
+        self._step("prefetch", lambda update: update.stage(part))
+
+    def begin(self) -> None:
+        self._step("pause", lambda update: update.begin())
+
+    def load(self, info: Info, on_failure: Callable[[], None] = nothing) -> None:
+        self._step("load", lambda update: update.load(info), on_failure)
+
+    def verify(self, digests: Mapping[str, str], digest: str = "") -> None:
+        if digests or digest:
+            self._step("load", lambda update: update.verify(digests, digest))
+
+    def commit(self) -> tuple[EngineRow, ...]:
+        """See `Update.commit`. Decode engines resume last, after prefill engines dropped the old caches.
+
+        Raises:
+            EngineError: an engine failed or is lost; has a row per engine.
+        """
+        decoding = self._updates.keys() & self._fleet.decoding
+        for engines in (self._updates.keys() - decoding, decoding):
+            self._step("commit", lambda update: update.commit(), among=engines)
+        if self._failed or self._fleet.unreported(self._lost):
+            missed = {**self._lost, **self._failed}
+            everyone = len(self._updates) + len(self._lost)
+            what = f"{len(missed)} of {everyone} engines did not take version {self.version}"
+            raise self._fleet.missed(what, missed, self.rows())
+        return self.rows()
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        rows = {engine: _row(engine, error) for engine, error in self._lost.items()}
+        for engine, update in self._updates.items():
+            (row,) = update.rows()
+            failed = self._failed.get(engine)
+            rows[engine] = row if failed is None else replace(row, error=str(failed))
+        return tuple(rows[engine] for engine in self._engines if engine in rows)
+
+    def _step(
+        self,
+        step: str,
+        call: Callable[[Update], object],
+        on_failure: Callable[[], None] = nothing,
+        among: Collection[EngineClient] | None = None,
+    ) -> None:
+        """Take a step on the engines that are still in the update, or on those ``among`` them.
+
+        Raises:
+            EngineError: every engine of the update has failed.
+        """
+        left = {engine: partial(call, update) for engine, update in self._updates.items() if engine not in self._failed}
+        _, errors = _fan_out({one: left[one] for one in left if among is None or one in among}, on_failure)
+        self._failed.update(errors)
+        self._fleet.doubt(errors)
+        if len(self._failed) == len(self._updates):
+            raise self._fleet.missed(f"every engine failed to {step}", {**self._lost, **self._failed}, self.rows())
+
+
+def _fan_out(
+    calls: Mapping[EngineClient, Callable[[], object]], on_failure: Callable[[], None] = nothing
+) -> tuple[dict[EngineClient, object], dict[EngineClient, Exception]]:
+    """Make each engine's call, all concurrently; return the results and the errors."""
+    jobs = {in_thread(call, f"drive {engine.url}"): engine for engine, call in calls.items()}
+    results, errors = {}, {}
+    for job in as_completed(jobs):
+        try:
+            results[jobs[job]] = job.result()
+        except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
+            errors[jobs[job]] = error
+            on_failure()
+    return results, errors
+
+
+def _row(engine: EngineClient, error: Exception | None) -> EngineRow:
+    """Return the row of an engine that failed with ``error``, as the error knows it, or that is lost."""
+    for row in error.rows if isinstance(error, EngineError) else ():
+        if row.engine == engine.url:
+            return replace(row, error=str(error))
+    return EngineRow(engine=engine.url, kind=engine.kind, state="unreachable", error=None if error is None else str(error))
 
 
 def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:

@@ -17,7 +17,7 @@ from torchrl_ext.base.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.base.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
 from torchrl_ext.base.reports import EngineRow, Spans, SyncReport
 from torchrl_ext.base.types import ParamMeta, label_number
-from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.client import EngineClient, Update
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.base import Transport
 
@@ -54,7 +54,8 @@ class Connection:
         self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
         self._id = ""
         self._reserved = ExitStack(), set[EngineClient]()  # in this turn
-        self.newest, self._labels = 0, dict[str, str]()
+        self.newest = 0
+        self._rows: dict[str, EngineRow] = {}  # as far as this sender knows, by engine
         self.delivered: int | None = None
 
     @contextmanager
@@ -114,7 +115,7 @@ class Connection:
             except WeightSyncError:
                 self.drop()  # the group is incomplete, also for members that joined an earlier one
                 if isinstance(self.engine, Fleet):
-                    self.engine.doubt()
+                    self.engine.doubt(self.engine.engines)
                 before, members = members, self._members()
                 if {*before} <= {*members}:
                     raise
@@ -139,23 +140,43 @@ class Connection:
         """Return whether an engine that had joined is not a member any more."""
         return self._joined is not None and not {*self._joined[1]} <= {*self._members()}
 
+    @contextmanager
+    def update(self, version: int) -> Iterator[Update]:
+        """Yield an update of the engines to ``version``, and note what it has come to."""
+        update = self.engine.update(version)
+        try:
+            yield update
+        finally:
+            self.note(update.rows())
+
+    def note(self, rows: Iterable[EngineRow]) -> None:
+        """Note what an update, or an error, says of engines; where it knows no version, the one known before stands."""
+        for row in rows:
+            known = self._rows.get(row.engine)
+            kept = row.version if row.version is not None or known is None else known.version
+            self._rows[row.engine] = replace(row, version=kept)
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        """Return what is known of each engine that took part in the last update or join."""
+        return tuple(self._rows.values())
+
     def in_service(self) -> set[int | None]:
         """Return the versions that the current members serve; None stands for an engine that is not serving."""
-        rows = [row for engine in self.engine.each() for row in engine.rows()]
-        return {(row.version or 0) if row.state == "serving" else None for row in rows}
-
-    def labelled(self, row: EngineRow) -> EngineRow:
-        """Return a row with the version that its engine reported before it joined, if it has taken none since."""
-        return row if row.version is not None else replace(row, version=label_number(self._labels.get(row.engine, "")))
+        rows = [self._rows.get(engine.url) for engine in self.engine.each()]
+        return {(row.version or 0) if row is not None and row.state == "serving" else None for row in rows}
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         engine = self.engine
         found = engine.info()
         # a fleet reports its oldest version, but no version number that any of its engines has may be used again
         infos = engine.infos() if isinstance(engine, Fleet) else [found]
-        labels = [info.weight_version for info in infos]
-        self.newest = max([self.newest, *(label_number(label) or 0 for label in labels)])
-        self._labels = {info.url: info.weight_version for info in infos}
+        clients = engine.each()
+        known = {one.url: label_number(info.weight_version) for one, info in zip(clients, infos, strict=False)}
+        self.newest = max([self.newest, *(label or 0 for label in known.values())])
+        before, self._rows = self._rows, {}
+        for one in clients:
+            row = EngineRow(engine=one.url, kind=one.kind, state="serving", version=known.get(one.url))
+            self._rows[one.url] = before.get(one.url, row)
         within = Deadline(self._transport.timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
             handoff = self._transport.open(found.world_size, params, within)
@@ -171,7 +192,7 @@ class Connection:
                 "compares": self._compares,
                 "offer": handoff.info,
             }
-            with beside(lambda early: engine.connect(info, early), within):
+            with beside(lambda early: engine.join(info, early), within):
                 handoff.transfer(within)
         for client in engine.each():
             _speaks_for[client] = weakref.ref(self)

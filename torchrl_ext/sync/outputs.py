@@ -174,7 +174,9 @@ class Outputs:
         return reference
 
     @contextmanager
-    def compared(self, engine: EngineClient, source: Any, reference: Reference) -> Iterator[None]:
+    def compared(
+        self, engine: EngineClient, rows: Callable[[], Iterable[EngineRow]], source: Any, reference: Reference
+    ) -> Iterator[None]:
         """Return a context for one update that asks the engines when the update ends.
 
         Every engine that serves the version is asked, also when the update failed for others. One that is beyond the
@@ -182,6 +184,7 @@ class Outputs:
 
         Args:
             engine: the sender's.
+            rows: returns the engines' rows, as of now.
             source: the update's `torchrl_ext.data.update_source.UpdateSource`; its version is read when that is over.
             reference: what `asked` returned for this update.
 
@@ -198,9 +201,9 @@ class Outputs:
         try:
             yield
         except Exception:  # the rows of the report say how far off the engines are that serve the version
-            self._compare_all(engine, source.version, reference, bound)
+            self._compare_all(engine, rows(), source.version, reference, bound)
             raise
-        self._compare_all(engine, source.version, reference, bound)
+        self._compare_all(engine, rows(), source.version, reference, bound)
         failed = {name: found["error"] for name, found in self._found.items() if "error" in found}
         if failed and bound is not None:
             raise EngineError(
@@ -215,10 +218,17 @@ class Outputs:
         """Return a report's rows with the engines' gaps, and the proof ``"outputs"`` of each within the bound."""
         return [replace(row, **self._found.get(row.engine, {})) for row in rows]
 
-    def _compare_all(self, engine: EngineClient, version: int, reference: Reference, bound: float | None) -> None:
+    def _compare_all(
+        self,
+        engine: EngineClient,
+        rows: Iterable[EngineRow],
+        version: int,
+        reference: Reference,
+        bound: float | None,
+    ) -> None:
         began = time.perf_counter()
-        serves = "serving", version
-        serving = [one for one in engine.each() if any((row.state, row.version) == serves for row in one.rows())]
+        serves = {row.engine for row in rows if (row.state, row.version) == ("serving", version)}
+        serving = [one for one in engine.each() if one.url in serves]
         with ThreadPoolExecutor(max_workers=max(1, len(serving)), thread_name_prefix="probe") as pool:
             found = pool.map(lambda one: _compare(one, reference, bound), serving)
             self._found = {one.url: fields for one, fields in zip(serving, found, strict=True)}
@@ -246,6 +256,7 @@ def _compare(engine: EngineClient, reference: Reference, bound: float | None) ->
     if bound is not None:
         try:
             engine.pause()
+            fields["state"] = "paused"
         except WeightSyncError as error:
             fields["error"] += f"; and it could not be paused: {error}"
             if isinstance(error, EngineUnreachableError):

@@ -18,6 +18,7 @@ from torchrl_ext.base.deadline import Deadline, beside
 from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
+    EngineError,
     NotConnectedError,
     TransportError,
     UpdateError,
@@ -307,11 +308,13 @@ class WeightSender:
             if self._outputs is not None:
                 self._ranks.session.order("outputs")
                 asked = self._outputs.asked(weights, self._model())
-                compared = self._outputs.compared(self.engine, source, asked)
+                compared = self._outputs.compared(self.engine, self._connection.rows, source, asked)
             try:
                 with compared:
                     self._deliver(source)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, EngineError):
+                    self._connection.note(error.rows)
                 self._connection.drop()  # the next update must not build on a broken group or an incomplete update
                 raise
         except Exception as error:
@@ -398,29 +401,29 @@ class WeightSender:
         with passing(self._transport, source):
             with self._spans.of("prepare"):
                 handoff = self._transport.prepare(update, within)
-            with self._spans.of("prefetch"), beside(self._prefetch(update), within):
-                handoff.ahead(within)  # engines fetch, check, decode and stage while they generate
-            with self._spans.of("pause"), self.engine.updating(update.version):  # engines are paused only in here
-                with beside(self._load(update, handoff), within):
-                    handoff.transfer(within)  # a collective needs both sides at once; disk does nothing here
-                self.engine.verify(source.digests, self._digest(source.digests, handoff))
+            with self._connection.update(update.version) as control:
+                with self._spans.of("prefetch"), beside(lambda early: control.stage(self._onto(update)), within):
+                    handoff.ahead(within)  # engines fetch, check, decode and stage while they generate
+                with self._spans.of("pause"), control.begun():  # engines are paused only in here
+                    info = self._info(update, handoff)
+                    with beside(lambda early: control.load(info, early), within):
+                        handoff.transfer(within)  # a collective needs both sides at once; disk does nothing here
+                    control.verify(source.digests, self._digest(source.digests, handoff))
+                    control.commit()
         self._served(update, handoff)
 
     def _digest(self, digests: Mapping[str, str], handoff: Handoff) -> str:
         """Return the digest over those of all tensors, of this sender or of the transport, which workers repeat."""
         return digest_of(digests) or (handoff.digest if self._verify else "")
 
-    def _prefetch(self, update: Update) -> Callable[[Callable[[], None]], None]:
-        return lambda early: self.engine.prefetch(update.version, self._onto(update))
-
-    def _load(self, update: Update, handoff: Handoff) -> Callable[[Callable[[], None]], None]:
+    def _info(self, update: Update, handoff: Handoff) -> Info:
+        """Return the fields of the `Load`."""
         part = self._onto(update)
         onto = {} if part is None else {"onto": part.base}
         if (params := update.params) != self._rows[0]:
             self._rows = params, [meta.to_json() for meta in params]
         own = {"version": update.version, "params": self._rows[1]}
-        info = {**own, **onto, "handoff": handoff.info}
-        return lambda early: self.engine.load(info, early)
+        return {**own, **onto, "handoff": handoff.info}
 
     def _onto(self, update: Update) -> Part | None:
         """Return the part to announce to workers; None if the transport itself finds what changed."""
@@ -472,8 +475,8 @@ class WeightSender:
         rows = [
             row
             if asked and (row.state, row.version) == ("serving", source.version)
-            else replace(self._connection.labelled(row), proof=PROOFS[0])
-            for row in self.engine.rows()
+            else replace(row, proof=PROOFS[0])
+            for row in self._connection.rows()
         ]
         timed = [self._spans, stats.spans]
         if self._outputs is not None:

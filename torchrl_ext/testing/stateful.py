@@ -95,8 +95,8 @@ class _FaultyPort(ModulePort):
         super().__init__(served)
         self._fault = fault
 
-    def tell(self, message: Message) -> list[Info]:
-        answers: list[Info] = self._fault.around(message.kind, super().tell, message)
+    def call(self, message: Message) -> list[Info]:
+        answers: list[Info] = self._fault.around(message.kind, super().call, message)
         return answers
 
 
@@ -117,7 +117,7 @@ class Trained:
     def start(self) -> None:
         """Start an engine at the first weights."""
         self.served = {name: torch.zeros_like(tensor) for name, tensor in self.policy.items()}
-        self.engine = Engine(_FaultyPort(self.served, self.fault))
+        self.engine = Engine.of(_FaultyPort(self.served, self.fault))
 
     def update(self, *changed: str, only: Any = None) -> Any:
         """Change tensors of the policy, and send all of it, or a part where the transport can."""
@@ -131,8 +131,8 @@ class Trained:
 
     @property
     def row(self) -> tuple[str, int | None]:
-        """State and version of the engine, as its client knows them."""
-        (row,) = self.engine.rows()
+        """State and version of the engine, as it says."""
+        (row,) = self.engine.look()
         return row.state, row.version
 
 

@@ -182,8 +182,8 @@ def _break(owner: Any, path: str, patch: pytest.MonkeyPatch, fail: Callable[[], 
 class _Remote(ModulePort):
     """A module of this process that gets messages as JSON, like an engine in another process."""
 
-    def tell(self, message: Message) -> list[Info]:
-        return super().tell(read(json.loads(json.dumps(message.to_json()))))
+    def call(self, message: Message) -> list[Info]:
+        return super().call(read(json.loads(json.dumps(message.to_json()))))
 
 
 def _every_bit() -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ class TransportContract(ABC):
     def test_day_in_the_life(self, trainer: Transport) -> None:
         """A worker joins and follows three versions; another takes its place, and dies; the next update joins anew."""
         policy, first, late = (nn.Linear(6, 5) for _ in range(3))
-        sender = tx.WeightSender(trainer, Engine(_Remote(first)))
+        sender = tx.WeightSender(trainer, Engine.of(_Remote(first)))
         sender.register_model(policy)
         for version in (1, 2, 3):
             report = sender.update_weights()
@@ -252,7 +252,7 @@ class TransportContract(ABC):
             assert_held(first, policy)
             _train(policy)
         receiver, before = tx.WeightReceiver(late), _copied(first)
-        sender.init_all_workers_group(vllm_engine=Engine(_Remote(receiver)))
+        sender.init_all_workers_group(vllm_engine=Engine.of(_Remote(receiver)))
         assert sender.update_weights().verified
         assert_held(late, policy)
         assert_held(first, before)  # the old one gets nothing more
@@ -273,16 +273,16 @@ class TransportContract(ABC):
     def test_every_bit_arrives_in_an_engine(self, trainer: Transport) -> None:
         weights = _every_bit()
         held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
-        assert tx.WeightSender(trainer, Engine(_Remote(held)), finite=False).update_weights(weights).verified
+        assert tx.WeightSender(trainer, Engine.of(_Remote(held)), finite=False).update_weights(weights).verified
         assert_held(held, weights)
 
     @pytest.mark.parametrize("shared", [True, False], ids=["one client", "a client each"])
     def test_two_senders_take_turns_on_one_engine(self, trainers: Callable[[], Transport], shared: bool) -> None:
         held = nn.Linear(6, 5)
         receiver = tx.WeightReceiver(held)
-        client = Engine(_Remote(receiver))
+        client = Engine.of(_Remote(receiver))
         policies = [nn.Linear(6, 5) for _ in range(2)]
-        senders = [tx.WeightSender(trainers(), client if shared else Engine(_Remote(receiver))) for _ in policies]
+        senders = [tx.WeightSender(trainers(), client if shared else Engine.of(_Remote(receiver))) for _ in policies]
         for turn in (0, 1, 0, 0, 1, 1, 0):
             _train(policies[turn])
             assert senders[turn].update_weights(policies[turn]).verified
@@ -300,7 +300,7 @@ class TransportContract(ABC):
     ) -> None:
         """Whatever step fails, the engine has one version or is paused, and the next update is right."""
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 7)) for _ in range(2))
-        engine, met, connects = Engine(_Remote(served)), list[str](), step.startswith(("open", "join"))
+        engine, met, connects = Engine.of(_Remote(served)), list[str](), step.startswith(("open", "join"))
         sender = tx.WeightSender(trainer, engine)
         sender.register_model(policy)
 
@@ -321,20 +321,20 @@ class TransportContract(ABC):
                     assert "this step broke" in "".join(traceback.format_exception(error))
                     failed = True
             assert failed == (len(met) > known and step != "prepare.served")  # then it is in service
-            if engine.rows()[0].state == "serving":
+            if engine.look()[0].state == "serving":
                 assert_held(served, before if failed else policy)
             _train(policy)
             if step.startswith("open"):
                 sender.init_all_workers_group(vllm_engine=engine)
             assert sender.update_weights().verified
-            assert engine.rows()[0].state == "serving"
+            assert engine.look()[0].state == "serving"
             assert_held(served, policy)
         assert met  # in one round at least: a worker may receive one version and stage the next
 
     def test_engine_follows_the_policy_and_parts_of_it(self, trainer: Transport) -> None:
         """An engine follows the policy; an update of a part leaves the other parameters as they were."""
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50)) for _ in range(2))
-        sender = tx.WeightSender(trainer, Engine(_Remote(served)))
+        sender = tx.WeightSender(trainer, Engine.of(_Remote(served)))
         sender.register_model(policy)
         if not trainer.abilities.parts:
             with pytest.raises(ConfigError, match="whole models only"):
@@ -357,7 +357,7 @@ class TransportContract(ABC):
         """The error names the parameter that cannot land, and the next update recovers."""
         policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
         before = _copied(served)
-        sender = tx.WeightSender(trainer, Engine(_Remote(served)))
+        sender = tx.WeightSender(trainer, Engine.of(_Remote(served)))
         with pytest.raises(WeightSyncError, match="weight"):
             sender.update_weights(nn.Linear(5, 4))
         assert_held(served, before)

@@ -111,11 +111,11 @@ def looks(
             if url not in clients:
                 (found,) = discover(url, **settings)
                 clients[url] = makes.make(found.kind, url=found.url, **settings)
-            info, rest = clients[url].info(), clients[url].state()
+            info, paused, rest = clients[url].info(), clients[url].paused(), clients[url].state()
         except WeightSyncError as error:
             clients.pop(url, None)
             return replace(before, state="unreachable", error=error.what)
-        state, pause_s = "asleep" if rest.asleep else _STATES[rest.paused], before.pause_s
+        state, pause_s = "asleep" if rest.asleep else _STATES[paused], before.pause_s
         if state == "paused":
             pause_s = time.monotonic() - paused_since.setdefault(url, time.monotonic())
         else:

@@ -5,34 +5,49 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import InitVar, dataclass
+from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Inspect, Join, Load, Message, Prefetch, State, Verify
-from torchrl_ext.base.routes import merged
-from torchrl_ext.base.types import EngineInfo, Info, dtype_name
-from torchrl_ext.control.engine import Engine
+from torchrl_ext.base.messages import Inspect, Join, Leave, Load, Message, Prefetch, Verify
+from torchrl_ext.base.types import Info, dtype_name
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.server_info import ServerInfo
 from torchrl_ext.control.port import Port, no_adapters, restated
 from torchrl_ext.control.serving.router import refuse_router
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["HTTPPort", "StockPort", "bodies", "is_absent", "session"]
+__all__ = ["HTTPPort", "Settings", "StockPort", "bodies", "session"]
 
 log = logging.getLogger("torchrl_ext")
 
 _LEAVE_S = 30.0
-_P = TypeVar("_P", bound="HTTPPort")
+_UNSUPPORTED = "Unsupported action"  # how SGLang's own route refuses our messages
 
 
-def is_absent(error: EngineRefusedError) -> bool:
-    """Return whether a server refused because it lacks our plugin (SGLang's own route says "Unsupported action")."""
-    return isinstance(error, RouteAbsent) or "Unsupported action" in error.what
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a client drives a server, as for the client function, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
+
+    Raises:
+        ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``, in which running requests
+            keep their cache.
+    """
+
+    modes: InitVar[tuple[str, ...]]
+    frozen: InitVar[str]
+    pause_mode: str
+    keep_cache: bool = False
+    load_timeout_s: float = 600.0
+    flush_timeout_s: float = 60.0
+
+    def __post_init__(self, modes: tuple[str, ...], frozen: str) -> None:
+        if self.pause_mode not in modes:
+            raise ConfigError(f"there is no pause mode {self.pause_mode!r}", expected=f"one of {', '.join(modes)}")
+        if self.keep_cache and self.pause_mode != frozen:
+            what = f"keep_cache means nothing with pause mode {self.pause_mode!r}"
+            raise ConfigError(what, expected=f"pause_mode={frozen!r}")
 
 
 def session(url: str, api_key: Keys, timeout_s: float) -> HTTPSession:
@@ -45,78 +60,36 @@ class HTTPPort(Port):
 
     Args:
         http: the session for the server's routes.
-        timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
-        pause_mode, keep_cache: as for the client function, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
+        facts: how the server describes itself.
+        settings: as for the client function, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
 
     Attributes:
-        modes: the engine's pause modes.
-        frozen: the pause mode in which running requests keep their cache.
         fields: what the true answer of a route has, by route; routes that answer nothing are left out.
         lora_routes: what stands before ``/load_lora_adapter`` and ``/unload_lora_adapter``.
         lora_needs: what the server needs to serve adapters, for errors.
-
-    Raises:
-        ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``.
     """
 
-    modes: ClassVar[tuple[str, ...]]
-    frozen: ClassVar[str]
     fields: ClassVar[Mapping[str, tuple[str, ...]]]
     lora_routes: ClassVar[str]
     lora_needs: ClassVar[str]
 
-    def __init__(
-        self, http: HTTPSession, *, timeout_s: float = 600.0, pause_mode: str = "keep", keep_cache: bool = False
-    ) -> None:
-        if pause_mode not in self.modes:
-            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(self.modes)}")
-        if keep_cache and pause_mode != self.frozen:
-            what = f"keep_cache means nothing with pause mode {pause_mode!r}"
-            raise ConfigError(what, expected=f"pause_mode={self.frozen!r}")
-        self.http, self.url, self.timeout_s = http, http.url, timeout_s
-        self._pause_mode, self._keep_cache = pause_mode, keep_cache
+    def __init__(self, http: HTTPSession, facts: ServerInfo, settings: Settings) -> None:
+        self.http, self.url, self.timeout_s = http, http.url, settings.load_timeout_s
+        self._facts, self._settings = facts, settings
         self._followed: tuple[str, ...] = ()
-        self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `port_for`
-        self._ours = True  # until the server refuses one of our messages; `port_for` sets it anew
 
-    @classmethod
-    def over(cls, http: HTTPSession) -> Self:
-        """Return a port that uses ``http`` and the remainder of its deadline."""
-        return cls(http, timeout_s=http.left_s)
-
-    def _as(self, port: type[_P]) -> _P:
-        """Return a port of another class for the same server, with the same settings."""
-        found = port.__new__(port)
-        vars(found).update(vars(self))
-        return found
-
-    def followed(self) -> tuple[str, ...]:
-        """Return the transports that all workers support, including those of other packages.
-
-        The answer is cached. If the workers do not answer, log a warning and return ().
-        """
-        if not self._followed:
-            try:
-                known = [answer.get("transports") for answer in Engine(self).inspect(Inspect())]
-            except (EngineError, DeadlineError) as error:
-                log.warning("%s does not report which transports it can follow: %s", self.url, error)
-                return ()
-            names = [set(map(str, one)) if isinstance(one, list) else set() for one in known]
-            self._followed = tuple(sorted(set.intersection(*names)))
-        return self._followed
-
-    def _fitness(self, ask: Callable[[Message], list[Info]]) -> Info:
-        """Return the workers' merged answer to `State`, sent by ``ask``; {} without our plugin."""
+    def has_plugin(self) -> bool:
+        """Ask whether the workers run our plugin, and note which transports they can follow."""
         try:
-            return merged(ask(State())) if self._ours else {}
+            answers = self.call(Inspect())
         except EngineRefusedError as error:
-            if not self.lacks_plugin(error):
-                raise
-            self._ours = False
-            return {}
-
-    def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return is_absent(error)
+            if isinstance(error, RouteAbsent) or _UNSUPPORTED in error.what:
+                return False
+            raise
+        known = [answer.get("transports") for answer in answers if "torchrl_ext" in answer]
+        names = [set(map(str, one)) if isinstance(one, list) else set() for one in known]
+        self._followed = tuple(sorted(set.intersection(*names))) if names else ()
+        return bool(names)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `torchrl_ext.EngineClient.logprobs`. One of several data-parallel replicas answers.
@@ -150,7 +123,7 @@ class HTTPPort(Port):
             raise EngineRefusedError(f"{self.url}/v1/models answered {answer!r:.200}", expected="models") from error
 
     def load_adapter(self, name: str, path: str) -> None:
-        """See `Port.load_adapter`."""
+        """See `ServesAdapters.load_adapter`."""
         before = self.adapters().get(name)
         try:
             self._replace_adapter(name, path, before)
@@ -160,7 +133,7 @@ class HTTPPort(Port):
             raise restated(error, error.what, self._serving_now(name), hint=self.lora_needs) from error
 
     def unload_adapter(self, name: str) -> None:
-        """See `Port.unload_adapter`."""
+        """See `ServesAdapters.unload_adapter`."""
         self._adapter("unload_lora_adapter", {"lora_name": name})
 
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
@@ -194,27 +167,32 @@ class StockPort(HTTPPort):
     """A server without our plugin that has joined a transport: full files, or the server's own broadcasts.
 
     Attributes:
-        lacking, wanted, plugin: error texts: what the server is, what it should be, and a hint.
+        lacking, wanted, hint: error texts: what the server is, what it should be, and a hint.
         group: settings of the broadcast group; None if the server loads files.
     """
 
-    proves: bool = False
+    plugin: bool = False
     lacking: ClassVar[str]
     wanted: ClassVar[str]
-    plugin: ClassVar[str]
+    hint: ClassVar[str]
     group: Info | None = None
 
-    def tell(self, message: Message) -> list[Info]:
-        """Handle `Join`, and refuse what needs our plugin; subclasses handle `Start`, `Load` and `Finish`."""
+    def call(self, message: Message) -> list[Info]:
+        """Handle `Join` and `Leave`, and refuse what needs our plugin; subclasses handle `Start`, `Load`, `Finish`."""
         match message:
             case Join():
                 self._join(message)
+            case Leave() if self.group:
+                self._leave()
+                self.group = None
+            case Inspect():
+                raise EngineRefusedError(f"{self.url} runs {self.lacking}", expected=self.wanted, hint=self.hint)
             case Prefetch() if message.part is not None:
                 words = "engines without our plugin take whole versions only"
                 raise EngineRefusedError(words, state="nothing was changed")
             case Verify():
                 words = f"{self.url} runs without our plugin, and cannot prove which weights it holds"
-                raise ConfigError(words, hint=self.plugin)
+                raise ConfigError(words, hint=self.hint)
         return []
 
     def _join(self, message: Join) -> None:
@@ -223,7 +201,7 @@ class StockPort(HTTPPort):
             self._check(offer)
         elif by != "disk":
             words = f"{self.url} runs {self.lacking}, and cannot follow by {by!r}"
-            raise EngineRefusedError(words, expected=self.wanted, hint=self.plugin)
+            raise EngineRefusedError(words, expected=self.wanted, hint=self.hint)
         words = "%s runs without our plugin and follows by %s: only outputs show what it loaded (verify='outputs')"
         log.warning(words, self.url, by)
         if by == "native":
@@ -243,12 +221,6 @@ class StockPort(HTTPPort):
     @abstractmethod
     def _leaving(self) -> tuple[str, Info | None]:
         """Return route and body with which the workers leave the broadcast group."""
-
-    def close(self, connection: str) -> None:
-        """Make the workers leave their broadcast group."""
-        if self.group:
-            self._leave()
-            self.group = None
 
     def _leave(self) -> None:
         route, body = self._leaving()

@@ -44,19 +44,20 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start
+from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Start, State
 from torchrl_ext.base.registry import Make
 from torchrl_ext.base.routes import CHANNEL, Flush, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
-from torchrl_ext.control.makes.http import HTTPPort, StockPort, bodies, is_absent, session
-from torchrl_ext.control.makes.server_info import ServerInfo, server_info
-from torchrl_ext.control.port import TAGS, EngineState, Port, named_tags
+from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
+from torchrl_ext.control.makes.server_info import server_info
+from torchrl_ext.control.port import EngineState
 
 __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
@@ -74,48 +75,27 @@ _REPORTING = (
 
 
 class SGLangPort(HTTPPort):
-    """An SGLang server whose workers run our plugin.
-
-    Args:
-        settings: as for `HTTPPort`.
-        flush_timeout_s: as for `sglang_engine`.
-    """
+    """An SGLang server whose workers run our plugin."""
 
     kind: ClassVar[str] = "sglang"
-    modes: ClassVar[tuple[str, ...]] = ("abort", "retract", "in_place")
-    frozen: ClassVar[str] = "in_place"
     fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("/pause_generation", "/continue_generation"), ("message", "status")),
         **dict.fromkeys(_REPORTING, ("success", "message")),
         "/update_weights_from_disk": ("success", "message", "num_paused_requests"),
     }
-    drops_first: ClassVar[bool] = True
     lora_routes: ClassVar[str] = ""
     lora_needs: ClassVar[str] = "start the server with --enable-lora, --max-lora-rank and --lora-target-modules"
 
-    def __init__(
-        self, http: HTTPSession, *, pause_mode: str = "keep", flush_timeout_s: float = 60.0, **settings: Any
-    ) -> None:
-        if pause_mode == "keep":
-            pause_mode = "in_place" if settings.get("keep_cache") else "retract"
-        super().__init__(http, pause_mode=pause_mode, **settings)
-        self._flush_timeout_s = flush_timeout_s
-
     def describe(self) -> EngineInfo:
         """See `Port.describe`. Only ``/server_info`` must answer; ``/model_info`` and our plugin add details."""
-        facts, model = self._server_info(), {}
+        facts, model = server_info(self.http, (self.kind,)), {}
         try:
             model = self._model()
         except EngineRefusedError as error:
             if not isinstance(error, RouteAbsent):
                 log.warning("%s does not report the version that it serves: %s", self.url, error)
-        transports: tuple[str, ...] = ()  # stays empty if control routes want a key that this client lacks
-        try:
-            transports = self.followed() if self._has_plugin() else facts.info.transports
-        except EngineRefusedError as error:
-            log.warning("%s does not report whether it has our plugin: %s", self.url, error)
         info = facts.serving(weight_version=model.get("weight_version"), model=model.get("model_path"))
-        return replace(info, transports=transports)
+        return replace(info, transports=self._followed) if self.plugin else info
 
     def _model(self) -> Info:
         """Return the server's information about the model that it serves now."""
@@ -136,53 +116,60 @@ class SGLangPort(HTTPPort):
             ) from error
         return found
 
-    def port_for(self, info: Info) -> Port:
-        """See `Port.port_for`.
+    def paused(self) -> bool:
+        if merged(self._say(State())).get("paused"):
+            return True
+        return self._unready()  # only the server's main process knows of a pause of mode "abort"
 
-        Raises:
-            ConfigError: ``keep_cache`` is set and the server keeps keys and values in a store.
-        """
-        has_plugin, facts = self._has_plugin(), self._server_info()
-        if facts.stores_keys and self._keep_cache:
+    def _unready(self) -> bool:
+        ready = self.http.call("GET", "/ready")
+        if ready.status == 503:
+            return True
+        ready.checked()
+        return False
+
+    def state(self) -> EngineState:
+        return EngineState.of(self._say(State()))
+
+    def call(self, message: Message) -> list[Info]:
+        match message:
+            case Join():
+                self._refuse(message)
+            case Start():
+                return self._start(message)
+        answers = self._say(message, self.timeout_s)
+        if isinstance(message, Finish):
+            self._session("end")
+            self._label(str(message.version))
+        return answers
+
+    def _refuse(self, message: Join) -> None:
+        """Refuse a sender that this server would follow wrongly."""
+        replicas = self._facts.info.dp_size
+        if message.transport not in ("disk", "delta") and replicas > 1:
+            raise EngineRefusedError(
+                f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a process "
+                "group",
+                expected="--dp-size 1, or a transport through files",
+            )
+        if self._facts.stores_keys and self._settings.keep_cache:
             raise ConfigError(
                 f"{self.url} keeps keys and values in a store, which would go on serving those of the old weights",
                 expected="keep_cache=False, or a server without a store",
                 state="the engine's weights and its pause are unchanged",
             )
-        found = self._as(type(self) if has_plugin else StockSGLangPort)
-        found._ours, found._facts = has_plugin, facts
-        return found
 
-    def state(self, *, fit: bool = False) -> EngineState:
-        answer = self._fitness(self._say)
-        paused = bool(answer.get("paused"))
-        if not (fit or paused):  # only the server's main process knows of a pause of mode "abort"
-            ready = self.http.call("GET", "/ready")
-            paused = ready.status == 503
-            if not paused:
-                ready.checked()
-        return EngineState(
-            paused=paused,
-            asleep=named_tags(answer.get("asleep")),
-            empty=bool(answer.get("empty")),
-            whole=answer.get("whole"),
-        )
-
-    def tell(self, message: Message) -> list[Info]:
-        match message:
-            case Join(transport=transport) if transport not in ("disk", "delta") and self._facts.info.dp_size > 1:
-                raise EngineRefusedError(
-                    f"{self.url} has {self._facts.info.dp_size} data-parallel replicas, whose workers do not know "
-                    "their ranks in a process group",
-                    expected="--dp-size 1, or a transport through files",
-                )
-            case Start():
-                self._open_session()
-                message = Start(connection=message.connection, bracketed=True)
-        answers = self._say(message, self.timeout_s)
-        if isinstance(message, Finish):
-            self._session("end")
-        return answers
+    def _start(self, message: Start) -> list[Info]:
+        if message.connection:
+            self._say(State(connection=message.connection))  # refused, before anything, if another sender has joined
+        self._drop_cached()
+        self._open_session()
+        try:
+            return self._say(Start(connection=message.connection, bracketed=True), self.timeout_s)
+        except (EngineError, DeadlineError):
+            with suppress(EngineError, DeadlineError):
+                self._session("end")
+            raise
 
     def _say(self, message: Message, timeout_s: float | None = None) -> list[Info]:
         """Send workers a message; each data-parallel rank gives one answer."""
@@ -192,14 +179,6 @@ class SGLangPort(HTTPPort):
             return [dict(json.loads(text)) for text in answer["message"].split(" | ")]  # SGLang's separator
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self.url}/weights_checker answered {answer!r}", hint=_PLUGIN) from None
-
-    def _has_plugin(self) -> bool:
-        try:
-            return any("torchrl_ext" in answer for answer in self._say(Inspect()))
-        except EngineRefusedError as error:
-            if is_absent(error):
-                return False
-            raise
 
     def _open_session(self) -> None:
         """Begin a session, after ending one that a trainer left open."""
@@ -215,24 +194,17 @@ class SGLangPort(HTTPPort):
         """Begin or end SGLang's weight-update session."""
         self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
 
-    def cancel(self) -> None:
-        try:
-            self._session("end")
-        except EngineRefusedError as error:
-            if "no weight-update session" not in error.what:
-                raise
-
-    def set_label(self, version: int) -> None:
-        label = str(version)
+    def _label(self, label: str) -> None:
         self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         found = str(self._model().get("weight_version"))
         if found != label:
             raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
+        mode = self._settings.pause_mode
         pooled = self._facts.info.worker_type in ("prefill", "decode")  # each engine has one half of a request
-        modes = ["abort" if pooled and self._pause_mode == "retract" else self._pause_mode]
-        if modes == ["abort"] and before.paused:
+        modes = ["abort" if pooled and mode == "retract" else mode]
+        if modes == ["abort"] and self.paused():
             modes = ["retract", "abort"]  # "abort" by itself would wait forever for requests that are paused in place
         for mode in modes:
             self._post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
@@ -240,42 +212,31 @@ class SGLangPort(HTTPPort):
     def resume(self) -> None:
         self._post("/continue_generation", {})
 
-    def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        """See `Port.refuse_sleep`. Sleep needs our plugin (it reports the sleeping tags), ``--enable-memory-saver``
-        and, for level 1, ``--enable-weights-cpu-backup``."""
-        if not tags:
-            return
-        if not self._has_plugin():
-            raise EngineRefusedError(
-                f"{self.url} runs SGLang without our plugin, and cannot report which of its parts sleep", hint=_PLUGIN
-            )
-        if level == 1 and "weights" in tags and not self._server_info().has_backup:
+    def sleep(self, level: int, tags: frozenset[str]) -> None:
+        """See `Port.sleep`. It needs ``--enable-memory-saver``, and ``--enable-weights-cpu-backup`` for level 1.
+
+        Running requests return to the queue, unless the pause mode is ``"abort"``.
+        """
+        if level == 1 and "weights" in tags and not server_info(self.http, (self.kind,)).has_backup:
             raise EngineRefusedError(
                 f"{self.url} keeps no copy of its weights on the host",
                 expected="a server with --enable-weights-cpu-backup",
                 hint="start it so, sleep at level 2, or sleep(tags=['kv_cache'])",
             )
-
-    def make_idle(self) -> None:
-        """See `Port.make_idle`. Running requests return to the queue, unless ``pause_mode`` is ``"abort"``."""
-        if self._pause_mode == "in_place":
+        if self._settings.pause_mode == "in_place":
             self._post("/pause_generation", {"mode": "retract"}, timeout_s=self.timeout_s)
         self._flush(frozen=False)
-
-    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        released = sorted({*(tags or TAGS), _GRAPHS} - state.asleep)
+        released = sorted({*tags, _GRAPHS} - self.state().asleep)
         if released:  # SGLang treats an empty list as all tags
             self.http.post("/release_memory_occupation", {"tags": released}, timeout_s=self.timeout_s)
 
-    def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        wanted = state.asleep & (tags | {_GRAPHS} if "kv_cache" in tags else tags)
-        if wanted:
-            self.http.post("/resume_memory_occupation", {"tags": sorted(wanted)}, timeout_s=self.timeout_s)
+    def wake(self, tags: frozenset[str]) -> None:
+        self.http.post("/resume_memory_occupation", {"tags": sorted(tags)}, timeout_s=self.timeout_s)
 
-    def drop_cached(self) -> None:
+    def _drop_cached(self) -> None:
         """Drop keys and values in the server, then in its store, where an earlier server may have left some too."""
-        if not self._keep_cache:
-            self._flush(frozen=self._pause_mode == "in_place")
+        if not self._settings.keep_cache:
+            self._flush(frozen=self._settings.pause_mode == "in_place")
 
     def _flush(self, *, frozen: bool) -> None:
         """Drop keys and values; fail at once if ``frozen`` requests hold the cache, since waiting would not help."""
@@ -292,7 +253,7 @@ class SGLangPort(HTTPPort):
 
     def _flush_own(self, frozen: bool) -> None:
         why = ""
-        for _ in Deadline(self._flush_timeout_s).pauses():
+        for _ in Deadline(self._settings.flush_timeout_s).pauses():
             why = self._flushed()
             if not why:
                 return
@@ -303,7 +264,7 @@ class SGLangPort(HTTPPort):
                     hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
                 )
         raise DeadlineError(
-            f"the cache was not dropped within {self._flush_timeout_s:g} s ({self._busy()}): {why}",
+            f"the cache was not dropped within {self._settings.flush_timeout_s:g} s ({self._busy()}): {why}",
             hint="find requests that never end, or raise flush_timeout_s",
         )
 
@@ -338,29 +299,48 @@ class SGLangPort(HTTPPort):
             raise ValueError("it is about other tokens")
         return [row[0] for row in rows[1:]]
 
-    def _server_info(self) -> ServerInfo:
-        return server_info(self.http, ("sglang",))
-
 
 @final
 class StockSGLangPort(StockPort, SGLangPort):
     """An SGLang server without our plugin, after it joined a transport; see `SGLangPort`."""
 
-    lacking, wanted, plugin = "SGLang without our plugin", 'the plugin in group "sglang.srt.plugins"', _PLUGIN
+    lacking, wanted, hint = "SGLang without our plugin", 'the plugin in group "sglang.srt.plugins"', _PLUGIN
 
-    def tell(self, message: Message) -> list[Info]:
+    def paused(self) -> bool:
+        return self._unready()
+
+    def state(self) -> EngineState:
+        return EngineState()
+
+    def call(self, message: Message) -> list[Info]:
         match message:
-            case Start() if self.group:
-                self._open_session()
             case Start():
-                self.cancel()  # a failed update's session
+                self._drop_cached()
+                self._begin()
             case Load():
                 self._load(message)
-            case Finish() if self.group:
-                self._session("end")
+            case Finish():
+                if self.group:
+                    self._session("end")
+                self._label(str(message.version))
             case _:
-                return super().tell(message)
+                return super().call(message)
         return []
+
+    def sleep(self, level: int, tags: frozenset[str]) -> None:
+        raise EngineRefusedError(
+            f"{self.url} runs SGLang without our plugin, and cannot report which of its parts sleep", hint=_PLUGIN
+        )
+
+    def _begin(self) -> None:
+        if self.group:
+            self._open_session()
+            return
+        try:
+            self._session("end")  # a failed update's
+        except EngineRefusedError as error:
+            if "no weight-update session" not in error.what:
+                raise
 
     def _check(self, offer: Info) -> None:
         info, what, expected = self._facts.info, "", "pp 1, dp 1 and no weight cache, for its own broadcasts"
@@ -396,7 +376,7 @@ class StockSGLangPort(StockPort, SGLangPort):
                 body = {"names": names, "dtypes": dtypes, "shapes": shapes, **how}
                 self._post("/update_weights_from_distributed", body, timeout_s=self.timeout_s)
         except (EngineError, DeadlineError):
-            self.close("")  # frees workers that wait for a failed one
+            self.call(Leave())  # frees workers that wait for a failed one
             raise
 
     def _flushed(self) -> str:
@@ -437,13 +417,37 @@ def sglang_engine(
     Raises:
         ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"in_place"``.
     """
-    how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache, "flush_timeout_s": flush_timeout_s}
-    return Engine(SGLangPort(session(url, api_key, timeout_s), timeout_s=load_timeout_s, **how))
+    if pause_mode == "keep":
+        pause_mode = "in_place" if keep_cache else "retract"
+    settings = Settings(
+        modes=("abort", "retract", "in_place"),
+        frozen="in_place",
+        pause_mode=pause_mode,
+        keep_cache=keep_cache,
+        load_timeout_s=load_timeout_s,
+        flush_timeout_s=flush_timeout_s,
+    )
+    http = session(url, api_key, timeout_s)
+    return Engine(partial(_find, http, settings), kind=SGLangPort.kind, url=http.url)
+
+
+def _find(http: HTTPSession, settings: Settings) -> SGLangPort:
+    """Return the port for the server as it is now."""
+    facts = server_info(http, (SGLangPort.kind,))
+    port = SGLangPort(http, facts, settings)
+    try:
+        return port if port.has_plugin() else StockSGLangPort(http, facts, settings)
+    except EngineRefusedError as error:  # control routes want a key that this client lacks
+        log.warning("%s does not report whether it has our plugin: %s", http.url, error)
+        return port
 
 
 def describe_sglang(http: HTTPSession) -> EngineInfo | None:
     """Return the description of the SGLang server at the session's address; None if it is another engine."""
-    return SGLangPort.over(http).describe() if server_info(http).info.kind == SGLangPort.kind else None
+    if server_info(http).info.kind != SGLangPort.kind:
+        return None
+    how = Settings(modes=("retract",), frozen="in_place", pause_mode="retract", load_timeout_s=http.left_s)
+    return _find(http, how).describe()
 
 
 SGLANG = Make(

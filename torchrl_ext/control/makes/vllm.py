@@ -52,7 +52,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.messages import Finish, Join, Load, Message, Seal, Start, Verify
 from torchrl_ext.base.registry import Make
 from torchrl_ext.base.routes import (
     ANSWERS,
@@ -65,9 +65,9 @@ from torchrl_ext.base.routes import (
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
-from torchrl_ext.control.makes.http import HTTPPort, StockPort, bodies, session
+from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
 from torchrl_ext.control.makes.server_info import ServerInfo, server_info
-from torchrl_ext.control.port import TAGS, EngineState, Port, named_tags, no_adapters, restated
+from torchrl_ext.control.port import TAGS, EngineState, named_tags, no_adapters, restated
 
 __all__ = [
     "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained",
@@ -103,8 +103,6 @@ class VLLMPort(HTTPPort):
     """A vLLM server whose workers run our weight-transfer backend."""
 
     kind: ClassVar[str] = "vllm"
-    modes: ClassVar[tuple[str, ...]] = ("abort", "wait", "keep")
-    frozen: ClassVar[str] = "keep"
     fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("/pause", "/resume"), ("status",)),
         **dict.fromkeys(_STEPS, ("message",)),
@@ -122,65 +120,31 @@ class VLLMPort(HTTPPort):
 
     def _described(self, facts: ServerInfo, world_size: Any, weight_version: Any) -> EngineInfo:
         info = facts.serving(world_size=world_size, weight_version=weight_version)
-        return replace(info, transports=self.followed()) if facts.has_backend else info
+        return replace(info, transports=self._followed) if self.plugin and self.kind == "vllm" else info
 
-    def port_for(self, info: Info) -> Port:
-        """See `Port.port_for`.
+    def paused(self) -> bool:
+        return bool(self._ask("/is_paused", "is_paused"))
 
-        Raises:
-            ConfigError: ``keep_cache`` is set and the server has a KV connector; or the server shares its weights.
-        """
-        facts = server_info(self.http, _KINDS)
-        if self._keep_cache and facts.kv_connectors:
-            names = ", ".join(facts.kv_connectors)
-            raise ConfigError(
-                f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
-                expected="keep_cache=False, or a server without a connector",
-                state="the engine's weights and its pause are unchanged",
-            )
-        found = self._choose(facts)
-        found._facts, found._ours = facts, found.proves
-        return found
+    def state(self) -> EngineState:
+        answer = self._answered("/is_sleeping", "is_sleeping")
+        return EngineState(
+            asleep=named_tags(answer.get("tags")) & TAGS,
+            empty=bool(answer.get("empty") or answer.get("dropped")),
+            whole=answer.get("whole"),
+        )
 
-    def _choose(self, facts: ServerInfo) -> VLLMPort:
-        """Return the port for a server with these ``facts``."""
-        if facts.is_guest:
-            raise ConfigError(
-                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that maps "
-                "them",
-                expected="a server with weights of its own: another --load-format than ipc_cache",
-                state="nothing was sent",
-            )
-        if facts.has_backend:
-            return self._as(type(self))
-        return self._as(StockVLLMPort)
-
-    def state(self, *, fit: bool = False) -> EngineState:
-        try:
-            answer = self._answered("/is_sleeping", "is_sleeping")
-        except RouteAbsent:
-            return EngineState(paused=None, known=False)
-        if "is_paused" in answer:
-            return EngineState(
-                paused=bool(answer["is_paused"]),
-                asleep=named_tags(answer.get("tags")) & TAGS,
-                dropped=bool(answer.get("dropped")),
-                empty=answer.get("empty"),
-                whole=answer.get("whole"),
-            )
-        # vLLM calls a paused engine asleep, and only our plugin tells the two apart
-        paused = bool(answer["is_sleeping"])
-        workers = self._fitness(self.tell) if fit else {}
-        return EngineState(paused=paused, known=not paused, empty=workers.get("empty"), whole=workers.get("whole"))
-
-    def tell(self, message: Message) -> list[Info]:
+    def call(self, message: Message) -> list[Info]:
         match message:
+            case Join():
+                self._refuse()
+                return self._initialise(message.to_json())
             case Start():
                 self._post("/start_weight_update")
+                self.drop_cached()
             case Load() | Verify() | Seal():
                 self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
             case Finish():
-                self.tell(Seal(connection=message.connection))
+                self.call(Seal(connection=message.connection))
                 several = self._facts.info.dp_size > 1  # an answer of one replica does not hide another one's refusal
                 answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
                 self._post("/finish_weight_update", {"weight_version": str(message.version)})
@@ -188,6 +152,23 @@ class VLLMPort(HTTPPort):
             case _:
                 return self._initialise(message.to_json())
         return []
+
+    def _refuse(self) -> None:
+        """Refuse a sender that this server would follow wrongly."""
+        if self._settings.keep_cache and self._facts.kv_connectors:
+            names = ", ".join(self._facts.kv_connectors)
+            raise ConfigError(
+                f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
+                expected="keep_cache=False, or a server without a connector",
+                state="the engine's weights and its pause are unchanged",
+            )
+        if self._facts.is_guest:
+            raise ConfigError(
+                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that maps "
+                "them",
+                expected="a server with weights of its own: another --load-format than ipc_cache",
+                state="nothing was sent",
+            )
 
     def _initialise(self, info: Info) -> list[Info]:
         """Send workers a message that loads nothing."""
@@ -199,12 +180,8 @@ class VLLMPort(HTTPPort):
                     return answers_in(answer.json())
             return answers_in(answer.checked_json(*self.fields[route]))
 
-    def cancel(self) -> None:
-        with suppress(EngineRefusedError):  # workers may have no open update any more
-            self._post("/finish_weight_update")
-
     def drop_cached(self) -> None:
-        if self._keep_cache:
+        if self._settings.keep_cache:
             return
         # a connector may still be copying keys and values
         Deadline(min(self.http.timeout_s, _COPYING_S)).poll(
@@ -221,29 +198,23 @@ class VLLMPort(HTTPPort):
             raise EngineRefusedError(f"{self.url}/reset_prefix_cache answered {answer!r:.200}", expected="'success'")
         return answer["success"] is True
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
         # `drop_cached` follows the load; until then the cache matches the weights, and a failed update keeps it
-        query = {"mode": self._pause_mode, "clear_cache": "false"}
+        query = {"mode": self._settings.pause_mode, "clear_cache": "false"}
         self._post("/pause", query=query, timeout_s=self.timeout_s)
 
     def resume(self) -> None:
         self._post("/resume")
 
-    def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        """Do nothing: a server without ``--enable-sleep-mode`` refuses by itself."""
-
-    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
+    def sleep(self, level: int, tags: frozenset[str]) -> None:
         if tags == frozenset({"kv_cache"}):
             self._post("/release_kv_cache_memory", timeout_s=self.timeout_s)
-        else:
-            query: dict[str, Any] = {"level": level, "mode": self._pause_mode}
-            query |= {} if tags is None else {"tags": sorted(tags, reverse=True)}
-            self._post("/sleep", query=query, timeout_s=self.timeout_s)
+            return
+        query = {"level": level, "mode": self._settings.pause_mode, "tags": sorted(tags, reverse=True)}
+        self._post("/sleep", query=query, timeout_s=self.timeout_s)
 
-    def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        if not state.known:
-            self._post("/wake_up", query=None if tags == TAGS else {"tags": sorted(tags)}, timeout_s=self.timeout_s)
-        for tag in sorted(state.asleep & tags, reverse=True):  # weights first: waking the last part resumes the engine
+    def wake(self, tags: frozenset[str]) -> None:
+        for tag in sorted(tags, reverse=True):  # weights first: waking the last part resumes the engine
             self._post("/wake_up", query={"tags": tag}, timeout_s=self.timeout_s)
 
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
@@ -256,9 +227,6 @@ class VLLMPort(HTTPPort):
         # per token {"17": {"logprob": -3.2, ...}} by token id, always including the prompt's own token
         rows = zip(prompt, answer["prompt_logprobs"], strict=True)
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
-
-    def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return isinstance(error, RouteAbsent) or _is_of_another_backend(error)
 
     def _ask(self, route: str, field: str) -> Any:
         return self._answered(route, field)[field]
@@ -307,20 +275,30 @@ def _is_of_another_backend(error: EngineRefusedError) -> bool:
 class StockVLLMPort(StockPort, VLLMPort):
     """A vLLM server without our backend, after it joined a transport; see `VLLMPort`."""
 
-    lacking, wanted, plugin = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
+    lacking, wanted, hint = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
     _clean = False  # whether no layer is half-filled, which vLLM cannot report
 
-    def tell(self, message: Message) -> list[Info]:
+    def state(self) -> EngineState:
+        return EngineState()
+
+    def sleep(self, level: int, tags: frozenset[str]) -> None:
+        raise EngineRefusedError(f"{self.url} runs vLLM without our plugin, and cannot report what sleeps", hint=_FLAGS)
+
+    def call(self, message: Message) -> list[Info]:
         match message:
+            case Join():
+                self._refuse()
+                self._join(message)
             case Start():
                 self._start()
+                self.drop_cached()
             case Load():
                 self._load(message)
             case Finish():
                 self._finish(str(message.version))
                 self._clean = True
             case _:
-                return super().tell(message)
+                return super().call(message)
         return []
 
     def _check(self, offer: Info) -> None:
@@ -374,19 +352,12 @@ class StockVLLMPort(StockPort, VLLMPort):
             return
         self._post("/update_weight_version", {"new_version": label})
 
-    def cancel(self) -> None:
-        if self.group:
-            super().cancel()
-
 
 @final
 class EmbeddedPort(VLLMPort):
     """A `torchrl_ext.engines.embedded` engine in another process; see `VLLMPort`."""
 
     kind: ClassVar[str] = "embedded"
-
-    def _choose(self, facts: ServerInfo) -> VLLMPort:
-        return self._as(type(self))
 
     def adapters(self) -> dict[str, str]:
         raise no_adapters(self.kind)
@@ -406,7 +377,7 @@ def vllm_engine(
     timeout_s: float = 60.0,
     load_timeout_s: float = 600.0,
     api_key: Keys = None,
-    port: type[VLLMPort] = VLLMPort,
+    kind: str = "vllm",
 ) -> Engine:
     """Return a client of a vLLM server.
 
@@ -423,24 +394,41 @@ def vllm_engine(
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        port: the port class, for other engines that speak vLLM's protocol.
+        kind: ``"embedded"`` for that engine, which speaks vLLM's protocol.
 
     Raises:
         ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"keep"``.
     """
+    settings = Settings(
+        modes=("abort", "wait", "keep"),
+        frozen="keep",
+        pause_mode=pause_mode,
+        keep_cache=keep_cache,
+        load_timeout_s=load_timeout_s,
+    )
     http = session(url, api_key, timeout_s)
-    return Engine(port(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
+    return Engine(partial(_find, http, settings), kind=kind, url=http.url)
 
 
-embedded_engine = partial(vllm_engine, port=EmbeddedPort)
+embedded_engine = partial(vllm_engine, kind="embedded")
 """Returns a client of a `torchrl_ext.engines.embedded` engine in another process; see `vllm_engine`."""
 
 
-def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
-    """Return the description of the engine at the session's address; None if it is of another kind than ``port``."""
-    facts, found = server_info(http), port.over(http)
-    if facts.info.kind != port.kind:
+def _find(http: HTTPSession, settings: Settings) -> VLLMPort:
+    """Return the port for the server as it is now."""
+    facts = server_info(http, _KINDS)
+    if facts.info.kind == EmbeddedPort.kind:
+        return EmbeddedPort(http, facts, settings)
+    port = VLLMPort(http, facts, settings)
+    return port if facts.has_backend and port.has_plugin() else StockVLLMPort(http, facts, settings)
+
+
+def _describe(kind: str, http: HTTPSession) -> EngineInfo | None:
+    """Return the description of the engine at the session's address; None if it is of another kind."""
+    facts = server_info(http)
+    if facts.info.kind != kind:
         return None
+    found = _find(http, Settings(modes=("keep",), frozen="keep", pause_mode="keep", load_timeout_s=http.left_s))
     known = {}
     for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
         with suppress(EngineRefusedError):  # an engine may lack these routes
@@ -455,7 +443,7 @@ _ROUTES = (*_UPDATE, "/reset_prefix_cache", "/resume")
 
 VLLM = Make(
     client=vllm_engine,
-    describe=partial(_describe, VLLMPort),
+    describe=partial(_describe, "vllm"),
     dialect="torchrl_ext.control.requests.dialects:VLLMDialect",
     server="torchrl_ext.control.serving.vllm:VLLMSpec",
     router="torchrl_ext.control.serving.vllm:VLLMRouterSpec",
@@ -467,7 +455,7 @@ VLLM = Make(
 )
 EMBEDDED = Make(
     client=embedded_engine,
-    describe=partial(_describe, EmbeddedPort),
+    describe=partial(_describe, "embedded"),
     dialect="torchrl_ext.control.requests.dialects:VLLMDialect",
     server="torchrl_ext.control.serving.embedded:EmbeddedSpec",
     router="torchrl_ext.control.serving.vllm:VLLMRouterSpec",

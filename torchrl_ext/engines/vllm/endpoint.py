@@ -33,7 +33,6 @@ from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.messages import Finish, Reset, State
 from torchrl_ext.base.routes import BACKEND, Guard
 from torchrl_ext.base.types import Info
-from torchrl_ext.control.port import EngineState
 from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.sync.local.module import VLLMObjectPort
 
@@ -100,11 +99,8 @@ class _Reloadable(VLLMObjectPort):
             **{name: workers[name] for name in ("empty", "whole") if name in workers},
         }
 
-    def pause(self, before: EngineState = EngineState(paused=None)) -> None:  # noqa: B008 - it is frozen
-        super().pause(before)
-
     def finish(self, message: Finish, label: str | None) -> None:
-        self.tell(message)
+        self.call(message)
         self._label(label)
 
     def reload(self, path: str, label: str | None) -> None:

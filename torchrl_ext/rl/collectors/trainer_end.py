@@ -108,7 +108,7 @@ class CollectorTransport:
                 self.send_weights(weights)
             else:
                 for engine in self._living(range(self.workers)).values():
-                    engine.tell(Keep())
+                    engine.port.call(Keep())
         except BaseException:
             self.shutdown()
             raise
@@ -177,7 +177,7 @@ class CollectorTransport:
             )
         for link in found.values():
             if link is not None and link not in self._engines:
-                self._engines[link] = Engine(LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S))
+                self._engines[link] = Engine.of(LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S))
         return {idx: self._engines[link] for idx, link in found.items()}
 
     def _ended(self) -> list[int]:

@@ -135,7 +135,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             self._sender.shutdown()
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        if worker_id is not None and (worker_id, len(self.sender.engine.rows())) != (0, 1):
+        if worker_id is not None and (worker_id, len(self.sender.engine.each())) != (0, 1):
             raise ConfigError(
                 f"worker {worker_id} cannot be updated by itself: all engines serve the same version",
                 state="nothing was sent",

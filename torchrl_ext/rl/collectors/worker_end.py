@@ -55,23 +55,22 @@ class LinkPort(Port):
     def describe(self) -> EngineInfo:
         return EngineInfo(url=self.url, kind=self.kind)
 
-    def state(self, *, fit: bool = False) -> EngineState:
+    def paused(self) -> None:
+        """Return None: a worker keeps collecting while weights land."""
         if not self.link.alive:
             raise EngineUnreachableError(f"{self.url} ended")
-        return EngineState(paused=False)
 
-    def pause(self, before: EngineState) -> None:
-        """Do nothing: a worker keeps collecting while weights land."""
+    def state(self) -> EngineState:
+        return EngineState()
+
+    def pause(self) -> None:
+        """Do nothing, see `paused`."""
 
     def resume(self) -> None:
         """Do nothing, like `pause`."""
 
-    def close(self, connection: str) -> None:
-        if self.link.alive:
-            self.tell(Leave(connection=connection))
-
-    def tell(self, message: Message) -> list[Info]:
-        if isinstance(message, Poll):
+    def call(self, message: Message) -> list[Info]:
+        if isinstance(message, Poll) or (isinstance(message, Leave) and not self.link.alive):
             return []
         number, within = next(self._numbers), Deadline(self.timeout_s, self.url)
         try:

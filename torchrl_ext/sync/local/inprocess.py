@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError, WeightSyncError, why
+from torchrl_ext.base.errors import ConfigError, EngineError, ManifestError, UpdateError, WeightSyncError, why
 from torchrl_ext.base.messages import NOBODY, replaced_by
 from torchrl_ext.base.registry import Make, transports
 from torchrl_ext.base.reports import SyncReport
@@ -74,11 +74,11 @@ class InProcessEngine(Engine):
         else:
             self._object = ModulePort(engine)
         self._object.url, self._object.timeout_s = url, timeout_s
-        super().__init__(self._object)
+        super().__init__(lambda: self._object, kind=self._object.kind, url=url)
         self._transport = transport or self._object.transport
         self._turn = threading.Lock()
         self._good: WeightSource | None = None  # the last weights that it was switched to
-        self._joined = ""  # the connection that sent them
+        self._sent_by = ""  # the connection that sent them
 
     @property
     def serving(self) -> threading.Event:
@@ -139,7 +139,7 @@ class InProcessEngine(Engine):
 
     def _held(self) -> WeightSource | None:
         """Return the engine's weights, to fall back on; None if they are another sender's and cannot be read."""
-        since = replaced_by(self._object.tell, self._joined or "none")
+        since = replaced_by(self._object.call, self._sent_by or "none")
         others = bool(since) and not since.startswith(NOBODY)
         if others and not isinstance(self._object, ModulePort):
             return None
@@ -173,7 +173,8 @@ class InProcessEngine(Engine):
             report = self._sender.update_weights(source, only=only)
             self._object.check()
         except WeightSyncError as error:
-            if self.rows()[0].state == "serving":
+            rows = error.rows if isinstance(error, EngineError) else ()
+            if all(row.state == "serving" for row in rows):
                 raise
             if good is None:
                 raise restated(
@@ -181,20 +182,20 @@ class InProcessEngine(Engine):
                 ) from error
             try:
                 self._sender.update_weights(good)
-                self._joined = self._connection  # it joined anew
+                self._sent_by = self._joined.connection  # it joined anew
             except WeightSyncError as second:
                 raise UpdateError(
                     f"{why(error)}; the previous weights could not be restored either: {why(second)}",
                     state=second.state,
                     hint=second.hint,
-                    rows=self.rows(),
+                    rows=rows,
                 ) from error
             raise UpdateError(
                 f"{why(error)}; the previous weights were restored and serve again",
                 expected=error.expected,
-                rows=self.rows(),
+                rows=rows,
             ) from error
-        self._good, self._joined = source, self._connection
+        self._good, self._sent_by = source, self._joined.connection
         return report
 
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
@@ -52,21 +53,22 @@ class LocalPort(Port):
     transport: ClassVar[str]
     handle: Callable[[Message], Info]
 
-    def tell(self, message: Message) -> list[Info]:
-        return [] if isinstance(message, Poll) else [self.handle(message)]
+    def call(self, message: Message) -> list[Info]:
+        if isinstance(message, Leave) and not message.connection:
+            return []
+        try:
+            return [] if isinstance(message, Poll) else [self.handle(message)]
+        except (ConfigError, EngineError, DeadlineError):
+            # it may be gone; and an `AsyncLLM` cannot be called from its own event loop, or after that has ended
+            if isinstance(message, Leave):
+                return []
+            raise
 
     def describe(self) -> EngineInfo:
         return EngineInfo(url=self.url, kind=self.kind)
 
-    def state(self, *, fit: bool = False) -> EngineState:
-        answer = self.handle(State())
-        return EngineState(
-            paused=self.paused(), asleep=self.asleep(), empty=answer.get("empty"), whole=answer.get("whole")
-        )
-
-    @abstractmethod
-    def paused(self) -> bool | None:
-        """Return whether the engine is paused; None if unknown."""
+    def state(self) -> EngineState:
+        return replace(EngineState.of([self.handle(State())]), asleep=self.asleep())
 
     def asleep(self) -> frozenset[str]:
         """Return the tags whose memory was released."""
@@ -80,12 +82,6 @@ class LocalPort(Port):
     @abstractmethod
     def start_weights(self) -> WeightSource:
         """Return the weights that the engine holds before the first update, to fall back on."""
-
-    def close(self, connection: str) -> None:
-        if connection:
-            # it may be gone; and an `AsyncLLM` cannot be called from its own event loop, or after that has ended
-            with suppress(ConfigError, EngineError, DeadlineError):
-                self.handle(Leave(connection=connection))
 
 
 class _Module:
@@ -115,15 +111,19 @@ class ModulePort(LocalPort):
         """Event that is cleared while the module is paused."""
         return self._module.serving
 
-    def tell(self, message: Message) -> list[Info]:
+    def describe(self) -> EngineInfo:
+        version = self._module.receiver.version
+        return EngineInfo(url=self.url, kind=self.kind, weight_version=str(version or ""))
+
+    def call(self, message: Message) -> list[Info]:
         if isinstance(message, (Start, Load)) and self.serving.is_set():
             raise EngineRefusedError(f"{self.url} serves", expected="a paused engine", state="nothing was changed")
-        return super().tell(message)
+        return super().call(message)
 
     def paused(self) -> bool:
         return not self.serving.is_set()
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
         self.serving.clear()
 
     def resume(self) -> None:
@@ -150,10 +150,13 @@ class EmbeddedObjectPort(LocalPort):
         answer: Info = self._engine.handle(message)
         if isinstance(message, Finish):
             self._engine.finish(str(message.version))
+        if isinstance(message, Start) and not self._keep_cache:
+            self._engine.scheduler.forget()
         return answer
 
     def describe(self) -> EngineInfo:
-        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir)
+        version = self._engine.scheduler.version
+        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir, weight_version=version)
 
     def paused(self) -> bool:
         return bool(self._engine.scheduler.paused)
@@ -161,18 +164,14 @@ class EmbeddedObjectPort(LocalPort):
     def asleep(self) -> frozenset[str]:
         return frozenset(self._engine.asleep)
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
         self._engine.pause(self._mode, self.timeout_s)
 
     def resume(self) -> None:
         self._engine.resume()
 
-    def drop_cached(self) -> None:
-        if not self._keep_cache:
-            self._engine.scheduler.forget()
-
-    def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        self._engine.wake_up(sorted(tags & state.asleep))
+    def wake(self, tags: frozenset[str]) -> None:
+        self._engine.wake_up(sorted(tags))
 
     def start_weights(self) -> WeightSource:
         return self._engine.checkpoint or CheckpointSource(self._engine.model_dir)
@@ -214,9 +213,9 @@ class VLLMObjectPort(LocalPort):
             )
         self._ours = False  # whether the workers have our backend
 
-    def tell(self, message: Message) -> list[Info]:
+    def call(self, message: Message) -> list[Info]:
         if not isinstance(message, Finish):
-            return super().tell(message)
+            return super().call(message)
         self.handle(Seal(connection=message.connection))
         several = self._config.parallel_config.data_parallel_size > 1  # each replica says what it holds
         answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
@@ -233,6 +232,7 @@ class VLLMObjectPort(LocalPort):
         match message:
             case Start():
                 self._workers("start_weight_update")
+                self.drop_cached()
             case Load() | Verify() | Seal():
                 self._workers("update_weights", update_info=message.to_json())
             case Join() | Prefetch():
@@ -277,7 +277,7 @@ class VLLMObjectPort(LocalPort):
     def paused(self) -> bool | None:
         return bool(self._do(self._llm.is_paused)) if self._asynchronous else None
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
         if self._asynchronous:
             self._do(self._llm.pause_generation, mode=self._mode, clear_cache=False)
 

@@ -24,8 +24,9 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
     why,
 )
+from torchrl_ext.base.messages import Leave, Message
 from torchrl_ext.base.registry import Make
-from torchrl_ext.base.types import EngineInfo, is_torchrl
+from torchrl_ext.base.types import EngineInfo, Info, is_torchrl
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
@@ -35,7 +36,7 @@ from torchrl_ext.sync.local.inprocess import InProcessEngine
 __all__ = ["RayPort", "ray_engine"]
 
 _POLL_S = 0.05
-_SHORT = {"describe", "state", "resume", "close"}  # calls that do not wait for weights
+_SHORT = {"describe", "paused", "state", "resume"}  # calls that do not wait for weights
 
 _ports: dict[str, Port] = {}  # by client, in an actor
 _jobs: dict[str, Future[Any]] = {}  # calls that a thread of an actor does
@@ -139,20 +140,20 @@ class RayPort(Port):
         self._started = True
         return found
 
+    paused: Any = partialmethod(_ask, "paused")
     state: Any = partialmethod(_ask, "state")
-    tell: Any = partialmethod(_ask, "tell")
     pause: Any = partialmethod(_ask, "pause")
     resume: Any = partialmethod(_ask, "resume")
-    cancel: Any = partialmethod(_ask, "cancel")
-    drop_cached: Any = partialmethod(_ask, "drop_cached")
-    refuse_sleep: Any = partialmethod(_ask, "refuse_sleep")
     sleep: Any = partialmethod(_ask, "sleep")
     wake: Any = partialmethod(_ask, "wake")
     logprobs: Any = partialmethod(_ask, "logprobs")
 
-    def close(self, connection: str) -> None:
+    def call(self, message: Message) -> list[Info]:
+        if not isinstance(message, Leave):
+            return self._ask("call", message)
         with suppress(EngineUnreachableError, EngineRefusedError):  # the engine is gone, or has another sender
-            self._ask("close", connection)
+            return self._ask("call", message)
+        return []
 
 
 def ray_engine(
@@ -193,7 +194,7 @@ def ray_engine(
     if is_torchrl(engine, "LocalLLMWrapper"):
         return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", timeout_s=load_timeout_s, **how)
     if is_torchrl(engine, "RayLLMWorker"):
-        return Engine(RayPort(engine.ray_actor, **{**settings, "pick": None}))
+        return Engine.of(RayPort(engine.ray_actor, **{**settings, "pick": None}))
     if is_torchrl(engine, "RLvLLMEngine"):
         raise ConfigError(
             f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an incomplete update "
@@ -201,7 +202,7 @@ def ray_engine(
             expected="TorchRL's AsyncVLLM, RayLLMWorker or LocalLLMWrapper",
             hint="give make_engine('inprocess', engine=...) the vLLM, the module or the tensors inside",
         )
-    return Engine(RayPort(engine, **settings))
+    return Engine.of(RayPort(engine, **settings))
 
 
 RAY = Make(client=ray_engine)
