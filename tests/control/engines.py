@@ -1,6 +1,7 @@
 """Engines that tests drive through anything, and trainers that drive them step by step, whatever the make."""
 
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache as cached
 
 import httpx
 import torch
@@ -88,20 +89,19 @@ class RealEngine(Faults):
 
     @property
     def serving(self):
-        state = self._direct.state()
-        return not state.paused and not state.asleep
+        return not self._direct.paused()
 
     @property
     def wrongs(self):
         """Also where it says that it is paused it is asked to compute, and must not with a part of a version."""
-        state = self._direct.state()
-        if state.asleep:
+        paused = self._direct.paused()
+        if self._direct.state().asleep:
             return []
-        scoring = tx.make_engine(self.kind, url=self._direct.url, load_timeout_s=0.15 if state.paused else WAIT_S)
+        scoring = tx.make_engine(self.kind, url=self._direct.url, load_timeout_s=0.15 if paused else WAIT_S)
         try:
             found = scoring.logprobs(PROMPTS)
         except (EngineError, DeadlineError):
-            return [] if state.paused else ["it serves, and does not compute"]
+            return [] if paused else ["it serves, and does not compute"]
         finally:
             scoring.close()
         gaps = {version: gap(model, found) for version, model in self._models.items()}
@@ -177,15 +177,15 @@ class Trainer:
 
     def steps(self, engine, version):
         """The steps of an update of ``engine`` to a version, in order, by their names."""
-        found = {
-            "connect": lambda: engine.connect(self.invitation()),
-            "prefetch": lambda: engine.prefetch(version),
-            "begin": lambda: engine.begin(version),
-            "load": lambda: engine.load(self._loads[version]),
-            "verify": lambda: engine.verify(self._digests[version]) if engine.verifies else None,
-            "commit": lambda: engine.commit(version),
+        update = cached(lambda: engine.update(version))
+        return {
+            "connect": lambda: engine.join(self.invitation()),
+            "prefetch": lambda: update().stage(),
+            "begin": lambda: update().begin(),
+            "load": lambda: update().load(self._loads[version]),
+            "verify": lambda: update().verify(self._digests[version]) if engine.verifies else None,
+            "commit": lambda: update().commit(),
         }
-        return found
 
     def update(self, engine, version):
         for step in self.steps(engine, version).values():

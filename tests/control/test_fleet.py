@@ -17,20 +17,47 @@ from tests.processes import WAIT_S
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
 from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.base.types import EngineInfo
-from torchrl_ext.control.client import EngineClient
+from torchrl_ext.control.client import Update
+from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
 
-
-def step(name):
-    return lambda self, *given: self.take(name)
+STEPS = ("stage", "begin", "load", "verify", "commit")
 
 
-class Scripted(EngineClient):
+class ScriptedUpdate(Update):
+    """Has its engine take each step."""
+
+    def __init__(self, engine, version):
+        super().__init__(version)
+        self.engine, self.served = engine, ""
+
+    def stage(self, part=None):
+        self.engine.take("stage")
+
+    def begin(self):
+        self.engine.take("begin")
+        self.engine.serving = False
+
+    def load(self, info, on_failure=None):
+        self.engine.take("load")
+
+    def verify(self, digests, digest=""):
+        self.engine.take("verify")
+
+    def commit(self):
+        self.engine.take("commit")
+        self.engine.version, self.engine.serving = str(self.version), True
+        return self.rows()
+
+    def rows(self):
+        return self.engine.look()
+
+
+class Scripted(Engine):
     """Keeps what it is told, and fails the calls that it should."""
 
     kind, url = "scripted", ""
-    connect, prefetch, load, _compare, close = map(step, ("connect", "prefetch", "load", "compare", "close"))
 
     def __init__(self, url, *, serving=True, version="", fails=()):
         self.url, self.serving, self.version, self.fails, self.calls = url, serving, version, set(fails), []
@@ -44,13 +71,19 @@ class Scripted(EngineClient):
         self.take("info")
         return EngineInfo(url=self.url, kind=self.kind, world_size=1, weight_version=self.version, transports=("disk",))
 
-    def begin(self, version):
-        self.take("begin")
-        self.serving = False
+    def join(self, offer, on_failure=None):
+        self.take("join")
 
-    def commit(self, version):
-        self.take("commit")
-        self.version, self.serving = str(version), True
+    def rehearse(self, how="once"):
+        return "sent"
+
+    def replaced(self, connection):
+        return ""
+
+    verifies, rehearsed = True, ()
+
+    def update(self, version):
+        return ScriptedUpdate(self, version)
 
     def pause(self):
         served = self.serving
@@ -62,8 +95,12 @@ class Scripted(EngineClient):
         self.take("resume")
         self.serving = True
 
-    def rows(self):
-        return (EngineRow(engine=self.url, kind=self.kind, state="serving" if self.serving else "paused"),)
+    def look(self):
+        state = "serving" if self.serving else "paused"
+        return (EngineRow(engine=self.url, kind=self.kind, state=state, version=int(self.version or 0)),)
+
+    def close(self):
+        self.take("close")
 
 
 @given(
@@ -131,7 +168,7 @@ def test_fleet_does_not_wait_for_a_lost_engine_that_hangs(monkeypatch):
     fleet = Fleet(engines)
     fleet.lose(engines[1], EngineUnreachableError("it does not answer"))
     assert fleet.members() == fleet.members() == ("steady",)
-    assert [row.state for row in fleet.rows()] == ["serving", "unreachable"]
+    assert [row.state for row in fleet.look()] == ["serving", "unreachable"]
     leave.set()
     monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", WAIT_S)
     assert fleet.members() == ("steady",) and engines[1].calls == ["info"]
@@ -143,7 +180,7 @@ def test_a_pool_goes_to_another_process():
     fleet = Fleet([vllm_engine("a:1"), vllm_engine("b:1")])
     fleet.lose(fleet.engines[0], EngineError("it died"))
     copied = pickle.loads(pickle.dumps(fleet))
-    assert copied.url == fleet.url and [row.state for row in copied.rows()] == ["unreachable", "serving"]
+    assert copied.url == fleet.url and [*copied.lost()] == [copied.engines[0]]
 
 
 def test_membership_change_applies_to_next_update(tmp_path):
@@ -157,7 +194,7 @@ def test_membership_change_applies_to_next_update(tmp_path):
         fleet.remove(second)
         fleet.add(Scripted("a"))  # known: nothing changes
 
-    first.prefetch = lambda version, part=None: meanwhile(version)
+    first.take = lambda name: meanwhile(name) if name == "stage" else None
     report = sender.update_weights({"x": torch.ones(2)})
     assert [row.engine for row in report.engines] == ["a", "b"] and second.version == "1" and not joiner.calls
     report = sender.update_weights({"x": torch.ones(2)})
@@ -185,7 +222,6 @@ def test_fleet_keeps_its_members_when_the_members_function_fails(tmp_path, caplo
     assert fleet.members() == ("b",)
 
 
-STEPS = ("prefetch", "begin", "load", "compare", "commit")
 QUESTIONS = {
     "look": Fleet.look,
     "info": Fleet.info,
@@ -225,11 +261,12 @@ class Failing(Scripted):
 def update(fleet, version):
     """Update a fleet as a sender does, and return the rows of its report."""
     fleet.members()
-    fleet.prefetch(version)
-    with fleet.updating(version):
-        fleet.load({})
-        fleet.verify({"x": "its digest"})
-    return fleet.rows()
+    running = fleet.update(version)
+    running.stage()
+    with running.begun():
+        running.load({})
+        running.verify({"x": "its digest"})
+        return running.commit()
 
 
 @pytest.mark.parametrize("step", ["begin", "load", "commit"])
@@ -242,8 +279,10 @@ def test_interrupted_update_logs_engines_that_may_stay_paused(step, caplog):
 
     for engine in (Interrupted("one"), Fleet([Interrupted("one"), Scripted("other")])):
         caplog.clear()
-        with pytest.raises(KeyboardInterrupt), engine.updating(2):
-            engine.load({})
+        running = engine.update(2)
+        with pytest.raises(KeyboardInterrupt), running.begun():
+            running.load({})
+            running.commit()
         ((level, words),) = [(record.levelname, record.getMessage()) for record in caplog.records]
         assert level == "ERROR" and all(one.url in words for one in engine.each())
 
@@ -276,7 +315,7 @@ class TestAnotherThreadAsks:
                 QUESTIONS[question](fleet)
             busy.fails = set()
 
-        steady.since, steady.ask = "prefetch", ask
+        steady.since, steady.ask = "stage", ask
         assert [row.error for row in update(fleet, 2)] == [None, None]
         assert steady.version == busy.version == "2"
 
@@ -316,4 +355,4 @@ class TestAnotherThreadAsks:
         failing.fails = {"resume"}
         with pytest.raises(EngineError, match="failing does not resume; 1 of 2 engines did not resume") as caught:
             fleet.resume()
-        assert [row.error for row in caught.value.rows] == [None, "failing does not resume."]
+        assert [row.error for row in caught.value.rows] == ["failing does not resume."]

@@ -337,4 +337,4 @@ class _NullUpdate(Update):
     def _ignore(self, *args: Any, **settings: Any) -> None:
         """Do nothing."""
 
-    stage = begin = verify = _ignore  # type: ignore[assignment]
+    stage = begin = verify = _ignore

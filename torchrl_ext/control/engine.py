@@ -91,7 +91,7 @@ class Engine(EngineClient):
     @classmethod
     def of(cls, port: Port) -> Engine:
         """Return the client of an engine that one port always suits."""
-        return Engine(lambda: port, kind=port.kind, url=port.url)
+        return Engine(partial(_itself, port), kind=port.kind, url=port.url)
 
     @property
     def url(self) -> str:
@@ -278,6 +278,10 @@ class Engine(EngineClient):
         joined, self._now = self._now, None
         if joined is not None:
             joined.port.call(Leave(connection=joined.connection))
+
+
+def _itself(port: Port) -> Port:
+    return port
 
 
 def _rehearse(joined: _Joined, steps: Steps, message: Rehearse) -> list[Info]:

@@ -487,7 +487,8 @@ def _row(engine: EngineClient, error: Exception | None) -> EngineRow:
     for row in error.rows if isinstance(error, EngineError) else ():
         if row.engine == engine.url:
             return replace(row, error=str(error))
-    return EngineRow(engine=engine.url, kind=engine.kind, state="unreachable", error=None if error is None else str(error))
+    why_not = None if error is None else str(error)
+    return EngineRow(engine=engine.url, kind=engine.kind, state="unreachable", error=why_not)
 
 
 def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:
