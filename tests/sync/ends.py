@@ -8,6 +8,8 @@ import torchrl_ext as tx
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.testing import same_bits
 
+STEPS = ("stage", "begin", "load", "verify", "commit")
+
 
 def made(name, root, **settings):
     """A transport; ``root`` is for one that has files."""
@@ -18,6 +20,32 @@ def made(name, root, **settings):
 def change(policy):
     for parameter in policy.parameters():
         parameter.add_(1)
+
+
+def before(engine, step, act):
+    """Have ``act`` called once before a step of an engine's client, or of its next update; it may raise."""
+
+    def wrapped(owner):
+        real = getattr(owner, step)
+
+        def first(*args, **more):
+            setattr(owner, step, real)
+            act()
+            return real(*args, **more)
+
+        setattr(owner, step, first)
+        return owner
+
+    if step not in STEPS:
+        wrapped(engine)
+        return
+    update = engine.update
+
+    def updating(version):
+        engine.update = update
+        return wrapped(update(version))
+
+    engine.update = updating
 
 
 def same(held, weights):

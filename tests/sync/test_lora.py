@@ -128,7 +128,7 @@ def test_names_and_engines_that_cannot_serve_are_refused(server, policy, tmp_pat
     for name in ("", "../a", ".a", "a/b"):
         with pytest.raises(ConfigError, match="not a valid name"):
             tx.LoraPublisher(tmp_path, server.client).publish(name, policy)
-    engine = tx.make_engine("embedded", url="host:1")
+    engine = tx.make_engine("inprocess", engine=policy)
     with pytest.raises(ConfigError, match="serve no LoRA adapters"):
         tx.LoraPublisher(tmp_path, engine).publish(NAME, policy)
     with pytest.raises(ConfigError, match="keep is 0"):

@@ -11,7 +11,7 @@ import torch
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
-from tests.sync.ends import made
+from tests.sync.ends import before, made
 from torchrl_ext.base.errors import EngineError, UpdateError
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.requests.client import InferenceClient
@@ -21,14 +21,7 @@ from torchrl_ext.control.serving.processes import free_port
 def doomed(server, step):
     """A client of an engine whose process is killed as soon as it is asked to do ``step``."""
     engine = tx.make_engine("embedded", url=server.url)
-    real = getattr(engine, step)
-
-    def killed(*arguments, **more):
-        os.kill(server.pid, signal.SIGKILL)
-        setattr(engine, step, real)
-        return real(*arguments, **more)
-
-    setattr(engine, step, killed)
+    before(engine, step, lambda: os.kill(server.pid, signal.SIGKILL))
     return engine
 
 
@@ -48,8 +41,8 @@ def follows(policy, *servers):
 @pytest.mark.parametrize(
     ("name", "point"),
     [
-        *(("delta", point) for point in ("info", "connect", "rehearse", "prefetch", "begin", "load", "commit")),
-        *(("collective", point) for point in ("connect", "load")),
+        *(("delta", point) for point in ("info", "join", "rehearse", "stage", "begin", "load", "commit")),
+        *(("collective", point) for point in ("join", "load")),
     ],
 )
 def test_killed_engine_is_reported_and_catches_up_on_restart(name, point, server, checkpoint, tmp_path):
@@ -81,7 +74,7 @@ def test_engine_killed_while_joining_does_not_block_the_others(name, server, che
     with EmbeddedServer(checkpoint, dtype="float32") as lost, sender:
         sender.update_weights(policy)
         step(policy, 4)
-        fleet.add(doomed(lost, "connect"))
+        fleet.add(doomed(lost, "join"))
         with pytest.raises(UpdateError, match=lost.url) as told:
             sender.update_weights(policy)
         assert [row.state for row in told.value.rows] == ["serving", "unreachable"]

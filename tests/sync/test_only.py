@@ -106,9 +106,20 @@ class Restarting(InProcessEngine):
     def restart(self, target):
         InProcessEngine.__init__(self, target)
 
-    def begin(self, version):
-        self.pauses += 1
-        super().begin(version)
+    def update(self, version):
+        return counted(super().update(version), self)
+
+
+def counted(update, engine):
+    """The same update; its beginning counts as a pause of the engine."""
+    begin = update.begin
+
+    def beginning():
+        engine.pauses += 1
+        begin()
+
+    update.begin = beginning
+    return update
 
 
 def without_parts(engine, receiver):
@@ -195,13 +206,13 @@ def test_lost_engine_does_not_keep_other_engines_from_parts():
     sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
     sender.register_model(trained)
     sender.update_weights()
-    other.info = other.prefetch = gone
+    other.info = other.update = gone
     with pytest.raises(UpdateError, match="engine-1 is gone"):
         sender.update_weights()
     assert not sender.update_weights(only=B).part, "after a failure everything is sent"
     change(trained)
     report = sender.update_weights(only=B)
     assert report.part and [row.state for row in report.engines] == ["serving", "unreachable"]
-    del other.info, other.prefetch
+    del other.info, other.update
     assert not sender.update_weights(only=B).part
     assert all(torch.equal(module["a"].weight, trained["a"].weight) for module in served)

@@ -11,13 +11,12 @@ from torch import nn
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_model
+from tests.sync.ends import before
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, UpdateError
 from torchrl_ext.base.reports import PROOFS, least
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.control.http import HTTPSession
-from torchrl_ext.control.makes.vllm import EmbeddedPort
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts, score
 
@@ -116,7 +115,7 @@ class TestProbe:
         with sending(engine, probe=lambda prompts: [[-1.0]]) as sender:
             with pytest.raises(UpdateError, match=r"\[1\] log-probabilities.*\[15, 15\]"):
                 sender.update_weights(tiny_model(1))
-            assert engine.serving.is_set() and engine.rows()[0].version is None
+            assert engine.serving.is_set() and engine.look()[0].version is None
 
     def test_registered_model_scores_updates_from_plain_tensors(self):
         policy = tiny_model(4)
@@ -202,11 +201,15 @@ class TestLiars:
             assert all(row.max_gap < 1e-5 for row in report.engines) and liar.engine.serving.is_set()
 
     def test_those_that_serve_are_asked_also_when_another_one_failed(self):
-        class Refusing(InProcessEngine):
-            def load(self, info, on_failure=lambda: None):
-                raise RuntimeError("out of memory")
+        def fails():
+            raise RuntimeError("out of memory")
 
-        fleet = InProcessEngine(tiny_model(0), url="honest"), Lying().engine, Refusing(tiny_model(0), url="broken")
+        fleet = (
+            InProcessEngine(tiny_model(0), url="honest"),
+            Lying().engine,
+            InProcessEngine(tiny_model(0), url="broken"),
+        )
+        before(fleet[2], "load", fails)
         with sending(*fleet) as sender, pytest.raises(UpdateError, match="out of memory") as told:
             sender.update_weights(tiny_model(1))
         assert [row.state for row in told.value.rows] == ["serving", "paused", "paused"]
@@ -235,7 +238,7 @@ class TestLiars:
         engine = Mute(tiny_model(0))
         with sending(engine) as sender, pytest.raises(UpdateError, match="computes no log-probabilities"):
             sender.update_weights(tiny_model(1))
-        assert engine.serving.is_set() and engine.rows()[0].version is None
+        assert engine.serving.is_set() and engine.look()[0].version is None
 
 
 class TestEmbedded:
@@ -256,22 +259,26 @@ class TestEmbedded:
         [("resume", "did not resume with version 1"), ("logprobs", "gave no log-probabilities")],
     )
     def test_a_server_that_died_is_unreachable(self, step, said, checkpoint):
-        class Dying(EmbeddedPort):
-            released = False
-
-            def resume(self):
-                super().resume()
-                self.released = True
-                if step == "resume":
+        def stops(when, call):
+            def stopping(*given):
+                if when == "logprobs" and step == when and released:
                     server.stop()
+                found = call(*given)
+                if when == "resume":
+                    released.append(True)
+                    if step == when:
+                        server.stop()
+                return found
 
-            def logprobs(self, prompts):
-                if self.released and step == "logprobs":
-                    server.stop()
-                return super().logprobs(prompts)
+            return stopping
 
+        released = []
         server = EmbeddedServer(checkpoint, dtype="float32")
-        with server, sending(Engine(Dying(HTTPSession(server.url))), transport="ipc") as sender:
-            with pytest.raises(UpdateError, match=said) as told:
+        with server:
+            port = tx.make_engine("embedded", url=server.url).port
+            port.resume, port.logprobs = stops("resume", port.resume), stops("logprobs", port.logprobs)
+            sender = tx.WeightSender(tx.make_transport("ipc"), Engine.of(port), verify="outputs")
+            sender.register_model(tiny_model(1))
+            with sender, pytest.raises(UpdateError, match=said) as told:
                 sender.update_weights(tiny_model(1))
             assert told.value.rows[0].state == "unreachable"

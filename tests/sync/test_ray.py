@@ -153,9 +153,9 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handles):
     engine = ray_engine(handles[0])
     params = [[name, "float32", list(tensor.shape)] for name, tensor in make_net().state_dict().items()]
     with pytest.raises(ConfigError, match="no transport called 'pigeon'"):
-        engine.connect({"transport": "pigeon", "params": params, "offer": {}})
+        engine.join({"transport": "pigeon", "params": params, "offer": {}})
     with pytest.raises(ManifestError, match=r"0\.weight"):
-        engine.connect({"transport": "disk", "params": [["0.weight", "float32", [16, 9]]], "offer": {}})
+        engine.join({"transport": "disk", "params": [["0.weight", "float32", [16, 9]]], "offer": {}})
     with pytest.raises((EngineRefusedError, EngineUnreachableError), match="no room in the actor"):
         ray_engine(actors(EngineActor, fail_to_start)).info()
 

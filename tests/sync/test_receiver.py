@@ -202,7 +202,7 @@ def test_a_full_version_is_read_back_from_the_model(tmp_path):
     sender = tx.WeightSender(tx.DeltaTransport(tmp_path), engine)
     with sender, pytest.raises(UpdateError, match="parameter 'b' of the model differs"):
         sender.update_weights({"a": torch.ones(4), "b": torch.ones(4)})
-    assert float(held["a"][0]) == 1.0 and engine.rows()[0].state == "paused"
+    assert float(held["a"][0]) == 1.0 and engine.look()[0].state == "paused"
 
 
 def test_model_on_the_meta_device_is_refused_before_any_send():
@@ -210,4 +210,4 @@ def test_model_on_the_meta_device_is_refused_before_any_send():
     with tx.WeightSender(tx.MemoryTransport(), engine) as sender:
         with pytest.raises(UpdateError, match="meta device") as refused:
             sender.update_weights(nn.Linear(3, 2))
-        assert isinstance(refused.value.__cause__, ManifestError) and engine.rows()[0].state == "serving"
+        assert isinstance(refused.value.__cause__, ManifestError) and engine.look()[0].state == "serving"

@@ -130,5 +130,5 @@ def test_async_actor_answers_by_thread_and_plain_actor_at_once(kind):
     assert (found is None) == (kind is Serving)
     if found is None:
         found = Deadline(60).poll(lambda: ray.answer(held, "job"))
-    assert not found[0].paused and not ray._jobs
+    assert found[0].whole and not ray._jobs
     ray._ports.clear()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import torchrl_ext as tx
 from tests.ranks import on_ranks
+from tests.sync.ends import before
 from torchrl_ext.base.errors import ManifestError, UpdateError
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import WeightSource
@@ -76,10 +77,15 @@ def test_an_engine_that_refuses_fails_the_update_on_every_rank(rank, world, fold
     class Refusing(InProcessEngine):
         refuses = False
 
-        def load(self, *given):
+        def update(self, version):
             if self.refuses:
-                raise RuntimeError("out of memory")
-            return super().load(*given)
+                before(self, "load", fails)
+                self.refuses = False
+                return self.update(version)
+            return super().update(version)
+
+    def fails():
+        raise RuntimeError("out of memory")
 
     trainer = Trainer(tx.DiskTransport(folder), Refusing)
     trainer.in_step(1, 1)

@@ -67,7 +67,8 @@ def test_step_of_replaced_sender_is_refused_without_a_pause(turns):
         for sender, seed in ((first, 4), (second, 5)):
             assert sender.update_weights(Policy(seed).model).verified
         before = turns.logprobs(PROMPTS)
-        for step in (lambda: replaced.prefetch(1), lambda: replaced.load({"version": 1, "handoff": {}})):
+        update = replaced.update(1)
+        for step in (update.stage, lambda: update.load({"version": 1, "handoff": {}})):
             with pytest.raises(WeightSyncError, match="must join again"):
                 step()
         assert not httpx.get(f"{turns.url}/is_paused").json()["is_paused"]

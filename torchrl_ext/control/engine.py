@@ -34,7 +34,16 @@ from torchrl_ext.base.messages import (
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.control.client import EngineClient, Update, nothing
-from torchrl_ext.control.port import TAGS, EngineState, Port, ServesAdapters, check_sleep, check_wake, no_adapters
+from torchrl_ext.control.port import (
+    TAGS,
+    EngineState,
+    Port,
+    ServesAdapters,
+    check_sleep,
+    check_wake,
+    no_adapters,
+    restated,
+)
 from torchrl_ext.control.steps import Steps
 
 __all__ = ["Engine", "EngineUpdate"]
@@ -104,7 +113,11 @@ class Engine(EngineClient):
 
     @property
     def _joined(self) -> _Joined:
-        self._now = self._now or _Joined(port=self._find())
+        if self._now is None:
+            try:
+                self._now = _Joined(port=self._find())
+            except (EngineError, DeadlineError) as error:
+                raise restated(error, f"{error.what.rstrip('.')}; {self.url} did not describe itself") from error
         return self._now
 
     def info(self) -> EngineInfo:
@@ -112,11 +125,11 @@ class Engine(EngineClient):
 
     @property
     def verifies(self) -> bool:
-        return self.port.plugin
+        return self._now is None or self._now.port.plugin
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        return self._joined.rehearsed
+        return () if self._now is None else self._now.rehearsed
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         with Steps(self.port).step("compute log-probabilities"):

@@ -182,8 +182,11 @@ class Fleet(EngineClient):
         return tuple(engine.url for engine in self.each())
 
     def doubt(self, engines: Iterable[EngineClient]) -> None:
-        """Have the next `members` probe ``engines``, which failed a step; the error of their update names them."""
+        """Have the next `members` probe ``engines``, which failed a step."""
         self._doubted.update(engines)
+
+    def report(self, engines: Iterable[EngineClient]) -> None:
+        """Note that an error names ``engines``, so that the next update that goes on without them raises none."""
         self._reported.update(engines)
 
     def lose(self, engine: EngineClient, error: Exception) -> None:
@@ -360,7 +363,7 @@ class Fleet(EngineClient):
         self, what: str, missed: Mapping[EngineClient, Exception], rows: tuple[EngineRow, ...] = ()
     ) -> Exception:
         """Return the error for engines that did not take a version, which the next update then probes."""
-        self._reported.update(missed)
+        self.report(missed)
         return self._error(
             missed,
             what,
@@ -463,6 +466,7 @@ class FleetUpdate(Update):
         _, errors = _fan_out({one: left[one] for one in left if among is None or one in among}, on_failure)
         self._failed.update(errors)
         self._fleet.doubt(errors)
+        self._fleet.report(errors)  # the error that ends the update has rows that name them
         if len(self._failed) == len(self._updates):
             raise self._fleet.missed(f"every engine failed to {step}", {**self._lost, **self._failed}, self.rows())
 

@@ -210,7 +210,7 @@ def update_error(
     if len(rows) == 1 and rows[0].engine not in (state or ""):  # a state that names the engine is more precise
         serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold part of another version
         state = f"the engine is {rows[0].state}{f', at version {rows[0].version}' if serves else ''}"
-    counted = isinstance(error, EngineError) and error.rows  # a fleet's error says how many engines
+    counted = len(rows) > 1 and isinstance(error, EngineError) and error.rows  # a fleet's error says how many engines
     return UpdateError(
         why(error) if counted else f"{why(error)}; {version} did not reach every engine",
         report=report,

@@ -473,9 +473,7 @@ class WeightSender:
         moved = source.bytes if stats.bytes is None else stats.bytes
         asked = self._verify and self.engine.verifies
         rows = [
-            row
-            if asked and (row.state, row.version) == ("serving", source.version)
-            else replace(row, proof=PROOFS[0])
+            row if asked and (row.state, row.version) == ("serving", source.version) else replace(row, proof=PROOFS[0])
             for row in self._connection.rows()
         ]
         timed = [self._spans, stats.spans]

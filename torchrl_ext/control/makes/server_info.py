@@ -15,7 +15,7 @@ from torchrl_ext.base.routes import BACKEND
 from torchrl_ext.base.types import STOCK, EngineInfo
 from torchrl_ext.control.http import HTTPSession
 
-__all__ = ["ServerInfo", "read_server_info", "server_info"]
+__all__ = ["ServerInfo", "known_info", "read_server_info", "server_info"]
 
 _AXES = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "dp_size": "data_parallel_size"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
@@ -111,6 +111,16 @@ def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo
         hint=hint,
         status=statuses.pop() if len(statuses) == 1 else None,
     )
+
+
+def known_info(session: HTTPSession, kind: str) -> ServerInfo:
+    """Return `server_info` of a server of this kind; a bare one if it has no such route, as vLLM by default."""
+    try:
+        return server_info(session, (kind,))
+    except EngineRefusedError as error:
+        if error.status not in (404, 405, 501):
+            raise
+        return ServerInfo(info=EngineInfo(url=session.url, kind=kind))
 
 
 def read_server_info(url: str, answer: Any) -> ServerInfo:

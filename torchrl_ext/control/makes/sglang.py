@@ -56,7 +56,7 @@ from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
-from torchrl_ext.control.makes.server_info import server_info
+from torchrl_ext.control.makes.server_info import known_info, server_info
 from torchrl_ext.control.port import EngineState
 
 __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
@@ -137,6 +137,8 @@ class SGLangPort(HTTPPort):
                 self._refuse(message)
             case Start():
                 return self._start(message)
+            case Leave():
+                return []
         answers = self._say(message, self.timeout_s)
         if isinstance(message, Finish):
             self._session("end")
@@ -433,7 +435,7 @@ def sglang_engine(
 
 def _find(http: HTTPSession, settings: Settings) -> SGLangPort:
     """Return the port for the server as it is now."""
-    facts = server_info(http, (SGLangPort.kind,))
+    facts = known_info(http, SGLangPort.kind)
     port = SGLangPort(http, facts, settings)
     try:
         return port if port.has_plugin() else StockSGLangPort(http, facts, settings)

@@ -52,7 +52,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Join, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Seal, Start, Verify
 from torchrl_ext.base.registry import Make
 from torchrl_ext.base.routes import (
     ANSWERS,
@@ -66,7 +66,7 @@ from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
-from torchrl_ext.control.makes.server_info import ServerInfo, server_info
+from torchrl_ext.control.makes.server_info import ServerInfo, known_info, server_info
 from torchrl_ext.control.port import TAGS, EngineState, named_tags, no_adapters, restated
 
 __all__ = [
@@ -138,6 +138,8 @@ class VLLMPort(HTTPPort):
             case Join():
                 self._refuse()
                 return self._initialise(message.to_json())
+            case Leave():
+                return []
             case Start():
                 self._post("/start_weight_update")
                 self.drop_cached()
@@ -407,17 +409,17 @@ def vllm_engine(
         load_timeout_s=load_timeout_s,
     )
     http = session(url, api_key, timeout_s)
-    return Engine(partial(_find, http, settings), kind=kind, url=http.url)
+    return Engine(partial(_find, kind, http, settings), kind=kind, url=http.url)
 
 
 embedded_engine = partial(vllm_engine, kind="embedded")
 """Returns a client of a `torchrl_ext.engines.embedded` engine in another process; see `vllm_engine`."""
 
 
-def _find(http: HTTPSession, settings: Settings) -> VLLMPort:
+def _find(kind: str, http: HTTPSession, settings: Settings) -> VLLMPort:
     """Return the port for the server as it is now."""
-    facts = server_info(http, _KINDS)
-    if facts.info.kind == EmbeddedPort.kind:
+    facts = known_info(http, kind)
+    if kind == EmbeddedPort.kind:
         return EmbeddedPort(http, facts, settings)
     port = VLLMPort(http, facts, settings)
     return port if facts.has_backend and port.has_plugin() else StockVLLMPort(http, facts, settings)
@@ -428,7 +430,7 @@ def _describe(kind: str, http: HTTPSession) -> EngineInfo | None:
     facts = server_info(http)
     if facts.info.kind != kind:
         return None
-    found = _find(http, Settings(modes=("keep",), frozen="keep", pause_mode="keep", load_timeout_s=http.left_s))
+    found = _find(kind, http, Settings(modes=("keep",), frozen="keep", pause_mode="keep", load_timeout_s=http.left_s))
     known = {}
     for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
         with suppress(EngineRefusedError):  # an engine may lack these routes
