@@ -1,9 +1,11 @@
 """Two clients of one engine, whose calls and failures mix in any order: nobody serves a part of an update.
 
-The engine is a fake one over HTTP, a module of this process, or a real one behind a proxy.
+A third one asks everything all the time. The engine is a fake one over HTTP, a module of this process, or a real one
+behind a proxy.
 """
 
-from contextlib import nullcontext
+import threading
+from contextlib import nullcontext, suppress
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -19,6 +21,7 @@ VERSIONS = {0: 2, 1: 3}  # of each client's trainer
 FAULTS = ("fail", "cut", "lose", "junk", "twice")
 WHO = st.sampled_from((0, 1))
 EXAMPLES = 8
+PAUSE_S = 0.002  # between two rounds of questions
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,17 @@ class TwoClients(RuleBasedStateMachine):
         self.running = self.engine(self.port)
         self.fake = self.running.__enter__()
         self.clients = [client(self.fake) for _ in VERSIONS]
+        self.over = threading.Event()
+        self.asking = threading.Thread(target=self.ask)
+        self.asking.start()
+
+    def ask(self):
+        """Ask everything until the run is over; faults that hit a question are not what this is about."""
+        asker = client(self.fake)
+        while not self.over.wait(PAUSE_S):
+            for question in (asker.info, asker.look, asker.paused, asker.state, asker.members):
+                with suppress(WeightSyncError):
+                    question()
 
     def inject(self, how, **more):
         """SGLang's scheduler ends where memory is given up, or taken back, twice: no client can mend that."""
@@ -100,6 +114,8 @@ class TwoClients(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "fake"):
+            self.over.set()
+            self.asking.join()
             self.good_update(0)
             self.running.__exit__(None, None, None)
 
