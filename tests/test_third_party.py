@@ -64,7 +64,7 @@ with Dovecote(module) as cote:
             raise AssertionError("it did not fail")
         cote.receiver.load = loaded
         sender.update_weights(policy)
-        assert cote.flies and engine.rows()[0].state == "serving"
+        assert cote.flies and engine.look()[0].state == "serving"
         sender.shutdown()
     cote.shutdown()
 print("it followed")

@@ -199,7 +199,7 @@ def test_nothing_resumes_the_engine_while_an_update_is_open(server, http, tmp_pa
     assert http.post("/pause?mode=keep").status_code == 200
     with tx.DiskTransport(tmp_path) as transport:
         joined = tx.make_engine("embedded", url=server.url)
-        joined.connect(invitation(transport, tiny_model(1)).to_json())
+        joined.join(invitation(transport, tiny_model(1)).to_json())
         assert http.post("/start_weight_update").status_code == 200
         for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):
             answer = http.post(route)

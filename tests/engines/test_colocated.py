@@ -118,7 +118,7 @@ def test_an_engine_without_weights_does_not_serve(server, engine, sender):
     stranger = tx.make_engine("embedded", url=server.url)  # who did not see it fall asleep
     with pytest.raises(EngineRefusedError, match="holds no weights"):
         stranger.wake_up()
-    stranger.begin(7)  # wakes the weights, and nothing else
+    stranger.update(7).begin()  # wakes the weights, and nothing else
     assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
     assert httpx.get(f"{server.url}/weights_digest").status_code == 409
     assert ask(server, "/is_paused")["is_paused"]

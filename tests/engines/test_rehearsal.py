@@ -69,7 +69,7 @@ def test_layer_that_a_reload_leaves_out_is_refused_by_name(folder, kind):
         sender.update_weights(checkpoint(1))
     assert not told.value.report.verified and told.value.report.proof == "sent"
     comes_back = kind == "Absorbed"  # the others' own reload leads nowhere, not even back
-    assert engine.rows()[0].state == ("serving" if comes_back else "paused")
+    assert engine.look()[0].state == ("serving" if comes_back else "paused")
     assert holds(loader, 0) or not comes_back
 
 
@@ -108,7 +108,7 @@ def test_engine_with_incomplete_reload_takes_no_update(folder):
         sender = tx.WeightSender(tx.make_transport("memory"), engine, rehearse=how)
         with pytest.raises(WeightSyncError, match=words):
             sender.update_weights(checkpoint(1))
-    assert engine.rows()[0].state == "paused"
+    assert engine.look()[0].state == "paused"
 
 
 def test_never_proves_what_was_sent_and_no_more(folder):

@@ -194,7 +194,7 @@ def half_an_update(sender, served, seed):
 
     with pytest.raises(UpdateError, match="it broke"):
         sender.update_weights(Meanwhile(source, place, breaks))
-    assert [row.state for row in sender.engine.rows()] == ["paused"]
+    assert [row.state for row in sender.engine.look()] == ["paused"]
 
 
 def test_half_loaded_layer_is_whole_after_the_next_update(stock):

@@ -142,7 +142,7 @@ def test_unreachable_master_fails_join_while_server_serves(served, tmp_path):
 
     def joining():
         try:
-            engine.connect(info)
+            engine.join(info)
         except tx.WeightSyncError as error:
             told.append(error)
 

@@ -37,7 +37,7 @@ def served(request):
 def turns(served, tmp_path):
     def logprobs(prompts):
         """None where the engine refuses, or does not answer since it is paused."""
-        paused = tx.make_engine(served.kind, url=served.url).state().paused
+        paused = tx.make_engine(served.kind, url=served.url).paused()
         engine = tx.make_engine(served.kind, url=served.url, load_timeout_s=1.0 if paused else 60.0)
         try:
             return engine.logprobs(prompts)

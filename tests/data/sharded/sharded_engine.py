@@ -184,14 +184,16 @@ class SocketPort(Port):
     def describe(self):
         return EngineInfo(url=self.url, kind=self.kind, world_size=2, weight_version=str(self.ask("state")["version"]))
 
-    def state(self, *, fit=False):
-        whole = all(answer["whole"] for answer in self.tell(State())) if fit else None
-        return EngineState(paused=self.ask("state")["paused"], whole=whole)
+    def paused(self):
+        return self.ask("state")["paused"]
 
-    def tell(self, message):
+    def state(self):
+        return EngineState.of(self.call(State()))
+
+    def call(self, message):
         return self.ask("message", message=message.to_json())["answers"]
 
-    def pause(self, before):
+    def pause(self):
         self.ask("pause", paused=True)
 
     def resume(self):

@@ -53,7 +53,7 @@ def held(served):
 
 
 def client(served):
-    return Engine(SocketPort(served.listen()))
+    return Engine.of(SocketPort(served.listen()))
 
 
 @contextmanager

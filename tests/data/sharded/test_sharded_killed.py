@@ -108,7 +108,7 @@ def run_rank(rank, port, ports, role, at):
 
     steps = Steps()
     join(rank, 2, port)
-    engines = [Engine(SocketPort(one)) for one in ports]
+    engines = [Engine.of(SocketPort(one)) for one in ports]
     transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=10)  # which one of the deaths takes to be seen
     sender = tx.WeightSender(transport, Fleet(engines) if rank == 0 else None, rank=rank, finite=False)
     sender.update_weights(source(1))

@@ -124,15 +124,17 @@ class DovePort(Port):
         known = {"weight_version": str(told["version"]), "transports": tuple(told["transports"])}
         return EngineInfo(url=self.url, kind=self.kind, **known)
 
-    def state(self, *, fit: bool = False) -> EngineState:
-        told = self._http.get("/dove")
-        return EngineState(paused=not told["flies"], whole=told["whole"], empty=False)
+    def paused(self) -> bool:
+        return not self._http.get("/dove")["flies"]
 
-    def tell(self, message: Message) -> list[Info]:
+    def state(self) -> EngineState:
+        return EngineState.of(self.call(State()))
+
+    def call(self, message: Message) -> list[Info]:
         answer = self._http.post("/note", message.to_json(), timeout_s=self.timeout_s)["answer"]
         return [answer] if answer or isinstance(message, State) else []
 
-    def pause(self, before: EngineState) -> None:
+    def pause(self) -> None:
         self._http.post("/perch")
 
     def resume(self) -> None:
@@ -141,7 +143,7 @@ class DovePort(Port):
 
 def dove_engine(url: str, *, timeout_s: float = 10.0, api_key: Any = None, load_timeout_s: float = 60.0) -> Engine:
     """Return the client of a dovecote."""
-    return Engine(DovePort(HTTPSession(url, timeout_s=timeout_s, api_key=api_key), load_timeout_s))
+    return Engine.of(DovePort(HTTPSession(url, timeout_s=timeout_s, api_key=api_key), load_timeout_s))
 
 
 def describe(http: HTTPSession) -> EngineInfo | None:

@@ -162,16 +162,16 @@ class SGLangPort(HTTPPort):
             )
 
     def _start(self, message: Start) -> list[Info]:
-        if message.connection:
-            self._say(State(connection=message.connection))  # refused, before anything, if another sender has joined
+        """Start on the workers, which refuse a replaced sender before anything else happens; then drop the cache."""
+        answers = self._say(Start(connection=message.connection, bracketed=True), self.timeout_s)
         self._drop_cached()
-        self._open_session()
         try:
-            return self._say(Start(connection=message.connection, bracketed=True), self.timeout_s)
+            self._open_session()
         except (EngineError, DeadlineError):
             with suppress(EngineError, DeadlineError):
                 self._session("end")
             raise
+        return answers
 
     def _say(self, message: Message, timeout_s: float | None = None) -> list[Info]:
         """Send workers a message; each data-parallel rank gives one answer."""
