@@ -69,7 +69,7 @@ DEADLY = {("sglang", step, fault) for step in ("sleep", "wake_up") for fault in 
 """SGLang's scheduler ends where memory is given up, or taken back, twice: no client can mend that."""
 
 
-START = {port: "POST /start_weight_update" for port in ("vllm", "embedded")}
+START = {port: "start" for port in ("vllm", "embedded")}
 START |= {"sglang": "POST /begin_weight_update", "stock-vllm": "POST /pause", "stock-sglang": "POST /flush_cache"}
 
 
@@ -294,7 +294,7 @@ def test_a_sender_says_only_what_an_engine_that_answers_holds(how, holds, traine
         engine = client(fake, **({"timeout_s": 0.5, "load_timeout_s": 0.5} if how == "hang" else {}))
         steps = prepared(engine, fake, "load", trainers[0])
         for _ in range(2):  # a request whose connection breaks may be sent once more
-            fake.inject(how, "POST /update_weights")
+            fake.inject(how, "load")
         with pytest.raises(WeightSyncError) as caught:
             steps["load"]()
         assert f"{holds} part of an update" in caught.value.state
@@ -354,26 +354,13 @@ def test_late_state_answer_does_not_overwrite_a_failed_update(trainers):
         looked = other.submit(engine.look)
         assert asked.wait(WAIT_S)
         engine.port.state = state
-        fake.inject("fail", "POST /update_weights")
+        fake.inject("fail", "load")
         with pytest.raises(WeightSyncError, match="it fails here"):
             steps["load"]()
         failed.set()
         looked.result(WAIT_S)
         assert engine.rows()[0].state == "paused" and not fake.serving
         heal(fake, trainers[0])
-
-
-@pytest.mark.parametrize("answers", [{}, {"GET /is_sleeping": (404, {"detail": "Not Found"})}])
-def test_wake_up_is_sent_if_server_cannot_report_sleep_tags(answers):
-    """A server that cannot report which parts sleep gets the wake-up request nevertheless."""
-    with running("stock-vllm") as fake:
-        client(fake).sleep(1)
-        fake.answers = answers
-        engine = client(fake)
-        engine.wake_up(["weights"])
-        assert fake.asleep == {"kv_cache"} and engine.rows()[0].state == "paused"
-        engine.wake_up()
-        assert fake.serving and engine.rows()[0].state == "serving"
 
 
 MANY = 64

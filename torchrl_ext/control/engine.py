@@ -41,7 +41,6 @@ from torchrl_ext.base.messages import (
     stamped,
 )
 from torchrl_ext.base.reports import EngineRow, least
-from torchrl_ext.base.routes import OPEN_UPDATE
 from torchrl_ext.base.types import EngineInfo, Info, Part
 from torchrl_ext.control.client import EngineClient, _nothing
 from torchrl_ext.control.port import TAGS, EngineState, Port, check_sleep, check_wake, restated
@@ -142,7 +141,7 @@ class Engine(EngineClient):
 
     @final
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """See `EngineClient.connect`. The engine keeps generating; an update that was left open is ended first.
+        """See `EngineClient.connect`. The engine keeps generating.
 
         Raises:
             ConfigError: the engine would serve wrong weights with this client's settings.
@@ -156,13 +155,7 @@ class Engine(EngineClient):
                 before.close(self._connection)  # the old port may hold a group from before a failure
             self.port, message = port, Join.from_json(info)
             self._connection = message.connection
-            try:
-                port.tell(message)
-            except EngineRefusedError as error:
-                if OPEN_UPDATE not in error.what:
-                    raise
-                port.cancel()  # an earlier trainer's open update
-                port.tell(message)
+            port.tell(message)
             self._wait_until_staged("join the transport")
 
     def replaced(self, connection: str) -> str:
