@@ -24,9 +24,10 @@ import torchrl_ext
 from tests.control.sockets import serving
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, WeightSyncError
-from torchrl_ext.base.messages import Message, partial_version, read
-from torchrl_ext.base.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped, one_by_one
+from torchrl_ext.base.messages import Message, answered, partial_version, read
+from torchrl_ext.base.routes import CALL, CHANNEL, Flush
 from torchrl_ext.base.types import Info
+from torchrl_ext.compat.vllm_words import BACKEND, one_by_one, spoken
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -62,12 +63,24 @@ class Call:
         query: one value per name; a list if the name came more than once.
         body: the JSON body; None if there was none.
         headers: headers by lower-case name.
+        kind: of the message that it carries; "" if it carries none.
     """
 
     route: str
     query: Info
     body: Any
     headers: Mapping[str, str]
+    kind: str = ""
+
+
+def kind_of(body: Any) -> str:
+    """Return the kind of the message that a body carries to the workers of any make; "" if it carries none."""
+    try:
+        if body.get("method") == CALL:
+            return str(json.loads(body["args"][0])["kind"])
+        return str(json.loads(body["action"].removeprefix(CHANNEL))["kind"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +92,7 @@ class Fault:
             The others carry it out: ``"lose"`` breaks the connection before the answer, ``"hang"`` does not answer,
             ``"junk"`` answers with ``junk``, ``"twice"`` carries it out twice and sends the second answer, ``"pass"``
             does nothing wrong.
-        route: the request's route, as in `Call`; "" for any.
+        route: the request's route or kind, as in `Call`; "" for any.
         after: number of matching requests that pass before the fault.
         first: called before the request is handled, for example to act as another client.
     """
@@ -112,20 +125,20 @@ class Faults:
         with self._noting:
             self._waiting.clear()
 
-    def carry_out(self, route: str, do: Callable[[], Any]) -> tuple[Fault, Any]:
+    def carry_out(self, route: str, do: Callable[[], Any], kind: str = "") -> tuple[Fault, Any]:
         """Carry a request out as often as its fault lets it; return the fault and the last answer."""
-        fault, answer = self._next_fault(route), None
+        fault, answer = self._next_fault({"", route, kind}), None
         if fault.first is not None:
             fault.first()
         for _ in range({"fail": 0, "cut": 0, "twice": 2}.get(fault.how, 1)):
             answer = do()
         return fault, answer
 
-    def _next_fault(self, route: str) -> Fault:
+    def _next_fault(self, names: set[str]) -> Fault:
         with self._noting:
             for row in self._waiting:
                 fault, requests = row
-                if fault.route in ("", route) and next(requests) >= fault.after:
+                if fault.route in names and next(requests) >= fault.after:
                     self._waiting.remove(row)
                     return fault
         return Fault(how="pass")
@@ -145,8 +158,9 @@ class FakeEngine(Faults):
         stock: whether the engine runs without our plugin.
         tensors, versions: the weights, and the number of the update that last changed each; 0 at first.
         calls: all requests in order, except those by which a client checks for a router.
-        answers: replies by route that replace the engine's own. A reply is a body (JSON or bytes), ``(status, body)``,
-            or a callable that takes one dict of the request's query and body and returns such a reply.
+        answers: replies by route, or by the kind of a message, that replace the engine's own. A reply is a body (JSON
+            or bytes), ``(status, body)``, or a callable that takes one dict of the request's query and body and returns
+            such a reply.
         label: the version label that the engine reports.
         paused, asleep: whether generation is paused, and the tags whose memory was released.
         unrehearsed: whether the engine asks for a rehearsal.
@@ -176,8 +190,8 @@ class FakeEngine(Faults):
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of requests by route."""
-        return Counter(call.route for call in self.calls)
+        """Number of requests by route, and of messages by kind."""
+        return Counter(name for call in self.calls for name in (call.route, call.kind) if name)
 
     @property
     def serving(self) -> bool:
@@ -187,7 +201,7 @@ class FakeEngine(Faults):
     @property
     def whole(self) -> bool:
         """Whether the weights are one whole version."""
-        return self._receiver.whole and not self._open and not self._given_up
+        return self._receiver.whole and not self._given_up
 
     def close(self) -> None:
         """Stop the server, dropping requests that hang."""
@@ -204,7 +218,8 @@ class FakeEngine(Faults):
     def _respond(self, asked: Any) -> Reply:
         query = {name: one if len(one) > 1 else one[0] for name, one in asked.query.items()}
         headers = {name.lower(): value for name, value in asked.headers.items()}
-        call = Call(route=f"{asked.method} {asked.path}", query=query, body=asked.body, headers=headers)
+        route = f"{asked.method} {asked.path}"
+        call = Call(route=route, query=query, body=asked.body, headers=headers, kind=kind_of(asked.body))
         status, answer = self._answer(call)
         return status, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
 
@@ -212,7 +227,7 @@ class FakeEngine(Faults):
         if call.route == _LOOK and call.route not in self.answers:
             return _ABSENT
         self.calls.append(call)
-        fault, reply = self.carry_out(call.route, lambda: self._do(call))
+        fault, reply = self.carry_out(call.route, lambda: self._do(call), call.kind)
         match fault.how:
             case "fail":
                 return 500, {"error": "it fails here"}
@@ -226,8 +241,9 @@ class FakeEngine(Faults):
 
     def _do(self, call: Call) -> Reply:
         asked = {**(call.body if isinstance(call.body, dict) else {}), **call.query}
-        replaced = call.route in self.answers
-        route = self.answers[call.route] if replaced else self._routes.get(call.route, _ABSENT)
+        name = call.kind if call.kind in self.answers else call.route
+        replaced = name in self.answers
+        route = self.answers[name] if replaced else self._routes.get(call.route, _ABSENT)
         with nullcontext() if replaced else self._alone:  # a replacement may wait for other requests
             try:
                 found = route(asked) if callable(route) else route
@@ -244,7 +260,7 @@ class FakeEngine(Faults):
     def _refusal(self, words: str) -> Reply:
         if self.kind == "sglang":
             return 400, {"success": False, "message": words}
-        message = _EXECUTORS.format(escaped(words)) if self.kind == "vllm" else words
+        message = _EXECUTORS.format(words) if self.kind == "vllm" else words
         return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
 
     # common to all makes
@@ -257,17 +273,12 @@ class FakeEngine(Faults):
                 return {"worker": 0, "version": version, **inspect(message), "transports": followed()}
             case messages.Rehearse():
                 return self._rehearse(message)
-            case messages.Join() if self.kind == "vllm" and self._open:
-                raise EngineRefusedError(OPEN_UPDATE)
-            case messages.Start() | messages.Load() | messages.Verify() | messages.Seal():
+            case messages.Start() | messages.Load() | messages.Verify():
+                self._receiver.refuse_replaced(message)
                 self._refuse_busy()
-        self._open |= isinstance(message, messages.Start)
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         try:
             answer = self._receiver.handle(message)
-        except WeightSyncError:
-            self._open = False  # the landed part stays; the weights are not whole
-            raise
         finally:
             if isinstance(message, messages.Load):
                 changed = (name for name, tensor in self.tensors.items() if not torch.equal(tensor, before[name]))
@@ -275,13 +286,13 @@ class FakeEngine(Faults):
         match message:
             case messages.Finish():
                 self.versions = dict.fromkeys(self.tensors, message.version)
-                self._given_up, self._open = False, self._open and self.kind != "sglang"
+                self._given_up = False
                 return answer if self.kind == "embedded" else {**answer, "workers": 1}  # as an `EngineWorker`
             case messages.Reset(weights="reloaded"):
                 self._given_up = False
-        if isinstance(message, messages.State) and not message.connection:
-            return {**answer, "whole": answer["whole"] and not self._open}
-        return answer
+        if isinstance(message, messages.State) and self.kind != "vllm":
+            answer = {"paused": self.paused, **answer}
+        return {"asleep": sorted(self.asleep), **answer} if isinstance(message, messages.State) else answer
 
     def _rehearse(self, message: messages.Rehearse) -> Info:
         self._receiver.refuse_replaced(message)
@@ -308,6 +319,8 @@ class FakeEngine(Faults):
         self.asleep |= parts
         if "weights" in parts and not keep:
             self._given_up = True
+            if not self.stock:
+                self._receiver.invalidate(empty=True)
             self.versions = dict.fromkeys(self.tensors, -1)
             for tensor in self.tensors.values():
                 tensor.fill_(float("nan"))
@@ -333,6 +346,7 @@ class FakeEngine(Faults):
             "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
             "parallel_config": {f"{axis}_parallel_size": 1 for axis in ("tensor", "pipeline", "data")},
             "weight_transfer_config": {"backend": "nccl" if self.stock else BACKEND},
+            "additional_config": {} if self.stock else {CALL: True},
         }
         embedded = {
             "GET /server_info": {
@@ -348,7 +362,7 @@ class FakeEngine(Faults):
             "GET /get_world_size": {"world_size": 1},
             "GET /weight_info": lambda asked: {"weight_version": self.label},
             "GET /is_paused": lambda asked: {"is_paused": self.paused},
-            "GET /is_sleeping": self._report,
+            "GET /is_sleeping": lambda asked: {"is_sleeping": not self.serving},
             "POST /pause": self._pause_vllm,
             "POST /resume": self._resume_vllm,
             "POST /sleep": self._sleep_vllm,
@@ -366,24 +380,14 @@ class FakeEngine(Faults):
             **(embedded if self.kind == "embedded" else {}),
         }
 
-    def _report(self, asked: Info) -> Info:
-        sleeps = {"is_sleeping": bool(self.asleep) or (self.kind == "vllm" and self.paused)}
-        whole = self._receiver.whole and not self._open
-        more = {
-            "tags": sorted(self.asleep),
-            "is_paused": self.paused,
-            "empty": self._receiver.held.empty,
-            "whole": whole,
-        }
-        return sleeps if self.stock else {**sleeps, **more, "dropped": self._given_up and bool(self.asleep)}
-
     def _pause_vllm(self, asked: Info) -> None:
         assert asked.get("clear_cache", "false") == "false", "vLLM is about to give it up"
         self._hold(asked["mode"])
 
     def _resume_vllm(self, asked: Info) -> None:
-        if self.kind == "embedded" and (not self.whole or self.asleep):
+        if not self.stock and (not self._receiver.whole or (self.kind == "embedded" and self.asleep)):
             raise partial_version(self.url)
+        self._receiver.give_up()
         self.paused = False
         if self.asleep:
             self.wrongs.append("it was resumed in its sleep")
@@ -393,8 +397,6 @@ class FakeEngine(Faults):
         level = int(asked["level"])
         if level:
             self._give_up(_TAGS, keep=level == 1)
-            if self.kind == "embedded" and level == 2:
-                self._receiver.invalidate(empty=True)
 
     def _release_cache(self, asked: Info) -> None:
         assert self.paused
@@ -404,10 +406,11 @@ class FakeEngine(Faults):
         tags = asked.get("tags", sorted(_TAGS))
         woken = {tags} if isinstance(tags, str) else set(tags)
         assert woken <= _TAGS
-        if self.kind == "embedded" and self.asleep <= woken and not self.whole:
+        if not self.stock and self.asleep <= woken and not self._receiver.whole:
             raise partial_version(self.url)
         self.asleep -= woken
         if not self.asleep:
+            self._receiver.give_up()
             self.paused = False
 
     def _initialise(self, asked: Info) -> Any:
@@ -419,9 +422,7 @@ class FakeEngine(Faults):
             assert "nccl_unique_id_b64" in info or {"master_address", "master_port"} <= info.keys()
             return None
         answer = one_by_one(info, lambda: self.url, lambda told: self._tell(read(told)))
-        if answer and self.kind == "vllm":
-            return self._refusal(f"EngineError: {ANSWERS}{json.dumps(answer)}.")
-        return {**_DONE, "answer": answer} if answer else None
+        return self._refusal(f"EngineError: {spoken(answer)}.") if answer else None
 
     def _start_vllm(self, asked: Info) -> None:
         if not self.stock:
@@ -436,25 +437,31 @@ class FakeEngine(Faults):
             raise EngineRefusedError("no weight update is open")
         if self.stock:
             assert info.keys() == {"names", "dtype_names", "shapes"}
-        else:
+            return
+        try:
             self._tell(read(info))
+        except WeightSyncError:
+            self._open = False  # vLLM's worker ends an update that fails
+            raise
 
     def _finish_vllm(self, asked: Info) -> None:
         if not self._open:
             raise EngineRefusedError("no weight update is open")
         self._open = False
         self.label = asked.get("weight_version", self.label)
-        if not self.stock and not self._receiver.held.intact:  # no `Finish` came
-            self._receiver.invalidate()
 
     def _reset_cache(self, asked: Info) -> None:
         assert asked == {"reset_running_requests": "true", "reset_external": "true"}
 
-    def _call_workers(self, asked: Info) -> None:
+    def _call_workers(self, asked: Info) -> Any:
+        if asked["method"] == CALL:
+            assert not self.stock, "each worker raises, and vLLM mixes up their replies from then on"
+            return {"results": [answered(self._tell, *asked["args"])]}
         assert asked["method"] == "reload_weights" and self.stock
         path = asked["kwargs"]["weights_path"]
         number = re.search(r"(\d+)\D*$", path)
         self._reload(path, int(number[1]) if number else 0)
+        return None
 
     def _generate_vllm(self, asked: Info) -> Info:
         prompt = asked["token_ids"]
@@ -493,13 +500,11 @@ class FakeEngine(Faults):
         action = asked["action"]
         if self.stock or not action.startswith(CHANNEL):
             return 400, {"success": False, "message": f"Unsupported action={action!r}"}
-        message = read(json.loads(action.removeprefix(CHANNEL)))
-        answer = {"flushed": not self._frozen} if isinstance(message, Flush) else self._tell(message)
-        words = json.dumps(answer)
-        if isinstance(message, messages.State) and not message.connection:
-            words = json.dumps({**answer, "paused": self.paused, "asleep": sorted(self.asleep)})
-            words += f" | {json.dumps({'server': True, 'paused': self.paused})}"
-        return {"success": True, "message": words}
+
+        def handle(message: Message) -> Info:
+            return {"flushed": not self._frozen} if isinstance(message, Flush) else self._tell(message)
+
+        return {"success": True, "message": json.dumps(answered(handle, action.removeprefix(CHANNEL)))}
 
     def _pause_sglang(self, asked: Info) -> Reply | None:
         if asked["mode"] == "abort" and self._frozen:
@@ -509,6 +514,8 @@ class FakeEngine(Faults):
 
     def _continue(self, asked: Info) -> None:
         self.paused = self._frozen = self.paused and not self.stock and not self._receiver.whole
+        if not self.paused:
+            self._receiver.give_up()
 
     def _set_session(self, opened: bool) -> None:
         if self._session == opened:

@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-import re
 import sys
 import types
 from types import UnionType
@@ -18,9 +17,28 @@ from hypothesis import strategies as st
 import torchrl_ext
 from tests.hostile import HOSTILE, refused_or_right, worse_json
 from torchrl_ext.base import messages
-from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.base.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
-from torchrl_ext.base.routes import ANSWERS, Flush, answers_in, escaped, merged, unescaped
+from torchrl_ext.base.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineRefusedError,
+    ManifestError,
+    StaleBaseError,
+    WeightSyncError,
+)
+from torchrl_ext.base.messages import (
+    Connected,
+    Inspect,
+    Join,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Start,
+    answered,
+    answers_of,
+    read,
+)
+from torchrl_ext.base.routes import Flush, merged
 from torchrl_ext.base.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire
 from torchrl_ext.rl.collectors.worker_end import Keep
 
@@ -80,20 +98,6 @@ MESSAGES = st.sampled_from(KINDS).flatmap(
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
 LOAD, JOIN = Load(version=7, handoff={}), Join(transport="disk", params=PARAMS, offer={})
 REHEARSE, PREFETCH = messages.Rehearse(), Prefetch(version=7)
-
-
-def test_paths_in_worker_errors_survive_vllms_sanitizer():
-    """`vllm.entrypoints.serve.exception_handling.utils.sanitize_message` (0.32)."""
-
-    def sanitised(words):
-        words = re.sub(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+", "<path>", words)
-        return re.sub(r"(?:/[\w\-]+)+/[\w\-]+\.\w+", "<path>", words)
-
-    answer = {"root": "/root/a/b", "file": "/shared/a/model.safetensors", "odd": "\\/"}
-    words = f"StoreError: /tmp/root and /shared/a/b.json are not there, {ANSWERS}{json.dumps(answer)}"
-    assert sanitised(words).count("<path>") == 4
-    assert unescaped(sanitised(escaped(words))) == words
-    assert answers_in(escaped(words)) == [answer]
 
 
 @given(MESSAGES)
@@ -211,11 +215,41 @@ def test_answers_of_several_workers_are_one_answer():
     assert found == {"worker": 1, "working": True, "flushed": False, "proof": "in place", "restored": False}
 
 
-def test_answers_are_found_in_the_words_of_an_error_and_in_json():
-    words = f'worker 0: {ANSWERS}{{"a": 1}}; worker 1: {ANSWERS}{{"a": 2}} and more'
-    assert answers_in(words) == answers_in({"error": {"message": words}}) == [{"a": 1}, {"a": 2}]
-    assert answers_in({"message": "done", "answer": {"a": 3}}) == [{"a": 3}]
-    assert answers_in({"message": '{"a": 1} | {"a": 2}'}) == [{"a": 1}, {"a": 2}]
+def raising(error):
+    def handle(message):
+        raise error
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ManifestError("w is odd", hint="cast it"), EngineRefusedError, "ManifestError: w is odd. Next: cast it."),
+        (EngineRefusedError("no", expected="b", state="c"), EngineRefusedError, "no. Expected: b. State: c."),
+        (DeadlineError("late"), DeadlineError, "late."),
+        (StaleBaseError("old"), EngineRefusedError, "StaleBaseError: old. Code: stale_base."),
+        (ValueError("\ud800"), EngineRefusedError, "ValueError: ?"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_worker_keeps_its_parts_and_its_code(error, kind, text):
+    """What a worker answers to a message it fails on is raised again where it is read."""
+    answer = json.loads(json.dumps(answered(raising(error), json.dumps(Poll().to_json()))).encode())
+    with pytest.raises(WeightSyncError) as raised:
+        answers_of([{}, answer], "engine")
+    assert type(raised.value) is kind and str(raised.value) == text
+    assert raised.value.code == getattr(error, "code", "")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", '"\\ud800"', "{}", b"", None, 3, {}])
+def test_what_is_no_message_is_answered_with_an_error(text):
+    assert answered(lambda message: 1 / 0, text)["error"]["what"]
+
+
+@pytest.mark.parametrize("rows", [None, "junk", [None], [{}, 3], [{"error": 3}], [{"error": {"kind": []}}]])
+def test_what_is_no_answer_of_a_worker_is_refused(rows):
+    with pytest.raises(EngineRefusedError):
+        answers_of(rows, "engine")
 
 
 class Lazy(types.ModuleType):

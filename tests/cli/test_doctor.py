@@ -20,7 +20,7 @@ from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
 DOCTOR = [ROOT / "torchrl_ext" / "cli" / f"{name}.py" for name in ("commands/doctor", "examination")]
-BARE = CONFIG | {"weight_transfer_config": None}
+BARE = CONFIG | {"additional_config": {}}
 GONE = (404, {"detail": "Not Found"})
 SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "version": "0.5.23"}
 EMBEDDED = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["disk"]}
@@ -66,7 +66,7 @@ def test_a_healthy_engine_with_a_shared_root_has_nothing_wrong(engine, checkpoin
 def test_rehearsals_are_shown_and_a_refused_one_is_a_failure(engine, capsys):
     found = finding(examined(capsys, engine.url, "--rehearse", status=0), "rehearsal", "ok")
     assert "proof 'in place'" in found["found"]
-    with running(post_init_weight_transfer_engine=rehearsing(refused=True)) as server:
+    with running(post_collective_rpc=rehearsing(refused=True)) as server:
         found = finding(examined(capsys, server.url, "--rehearse", status=1), "rehearsal", "failure")
     assert "layer.0 (Experts)" in found["found"]
 
@@ -102,7 +102,7 @@ def test_a_paused_engine_is_a_warning(engine, capsys):
 def answering(**answer):
     """Workers that answer a question so."""
     told = {"torchrl_ext": "0.1.0", "host": "elsewhere", "pid": 1, **answer}
-    return {"post_init_weight_transfer_engine": (200, {"message": "", "answer": told})}
+    return {"post_collective_rpc": (200, {"results": [told]})}
 
 
 def of_vllm(**config):
@@ -119,18 +119,13 @@ CLOSED = {**UNSEEN, "remedy": "name it in TORCHRL_EXT_ROOTS where the engine is 
         ({"get_server_info": GONE}, "routes", "failure", "VLLM_SERVER_DEV_MODE=1"),
         ({"get_server_info": (401, {"error": "no"})}, "routes", "failure", "api_key"),
         (of_vllm(load_config={"load_format": "ipc_cache"}), "plugin", "failure", "--load-format"),
-        (
-            of_vllm(weight_transfer_config=None, load_config={"load_format": "dummy"}),
-            "plugin",
-            "failure",
-            "--weight-transfer-config",
-        ),
+        (of_vllm(additional_config={}, load_config={"load_format": "dummy"}), "plugin", "failure", "VLLM_PLUGINS"),
         ({"get_server_info": (200, EMBEDDED)}, "plugin", "failure", "transport 'delta'"),
         (answering(torchrl_ext="0.0.1"), "versions", "warning", "0.0.1"),
         (answering(root=UNSEEN), "shared root", "failure", "mount"),
         (answering(root=CLOSED), "shared root", "failure", "'remedy': 'name it in TORCHRL_EXT_ROOTS"),
-        ({"post_init_weight_transfer_engine": (400, {"error": "no transport"})}, "shared root", "warning", "no plugin"),
-        ({"post_init_weight_transfer_engine": (400, {"error": "no transport"})}, "plugin", "warning", "torchrl_ext"),
+        ({"post_collective_rpc": (400, {"error": "no transport"})}, "shared root", "warning", "no plugin"),
+        ({"post_collective_rpc": (400, {"error": "no transport"})}, "plugin", "warning", "torchrl_ext"),
     ],
 )
 def test_what_is_wrong_with_a_server_is_named_with_the_remedy(answers, check, level, word, tmp_path, capsys):

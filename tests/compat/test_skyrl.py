@@ -58,7 +58,7 @@ def test_each_engine_is_told_the_rank_of_its_first_worker():
 def test_pauses_and_sleeps_reach_vllm_as_it_reads_them(server, client):
     for route in ("pause", "resume", "sleep", "wake_up"):
         server.answers[f"POST /{route}"] = (200, {"status": "done"})
-    server.answers["GET /is_sleeping"] = 404, {}
+    asleep = {"results": [{"whole": True, "asleep": ["kv_cache", "weights"]}]}
     for mode in (PauseMode.KEEP, "KEEP"):
         paused = {server.url: {"status": 200, "body": {"status": "paused"}}}
         assert client.run(client.pause(mode, clear_cache=mode == "KEEP")) == paused
@@ -68,8 +68,9 @@ def test_pauses_and_sleeps_reach_vllm_as_it_reads_them(server, client):
     (told,) = client.run(client.resume()).values()
     assert told["body"]["status"] == "serving"
     client.run(client.sleep(1, ["weights", "kv_cache"]))
+    server.answers["state"] = asleep
     client.run(client.wake_up(["weights"]))
-    assert sent(server, "sleep") == [({"level": "1", "mode": "keep", "tags": ["weights", "kv_cache"]}, None)]
+    assert sent(server, "sleep") == [({"level": "1", "mode": "keep"}, None)]
     assert sent(server, "wake_up") == [({"tags": "weights"}, None)]
 
 

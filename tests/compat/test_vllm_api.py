@@ -95,7 +95,7 @@ class TestSeveral:
             paused(one, other)
             assert engine.send_weights().proof == "rehearsed" and not other.unrehearsed
             assert served(one, 1) and served(other, 1)
-            other.inject("fail", "POST /update_weights", after=1)
+            other.inject("fail", "POST /update_weights")
             tensors |= weights(2)
             with pytest.raises(UpdateError, match=rf"(?s){other.url} failed \[500\].*fails here.*part of an update"):
                 engine.send_weights()

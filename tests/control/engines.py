@@ -16,7 +16,7 @@ from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedErr
 from torchrl_ext.base.messages import Load
 from torchrl_ext.data.transports.base import Update
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import position_digest
+from torchrl_ext.data.weights.digests import digest_of, position_digest
 from torchrl_ext.sync.receiver import WeightReceiver
 
 PORTS = (*MAKES, "module")
@@ -162,6 +162,10 @@ class Trainer:
             own = {"version": version, "params": [meta.to_json() for meta in self._params]}
             self._loads[version] = {**own, "handoff": handoff.info}
             self._digests[version] = {name: position_digest(tensor).hex() for name, tensor in source}
+
+    def digest(self, version):
+        """The digest over those of all tensors of a version."""
+        return digest_of(self._digests[version])
 
     def invitation(self):
         self._joined += 1

@@ -4,49 +4,54 @@ import json
 from contextlib import contextmanager
 
 from tests.fakes import FakeEngine
-from torchrl_ext.base.routes import ANSWERS
+from torchrl_ext.base.routes import CALL
 
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
     "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3},
-    "weight_transfer_config": {"backend": "torchrl_ext"},
+    "additional_config": {CALL: True},
     "kv_transfer_config": {"kv_role": "kv_producer"},
 }
 KNOWN = ["collective", "delta", "disk", "ipc", "courier"]
 """Transports that the server's environment has."""
 
 
-def initialised(asked):
-    """What the workers answer to a message that loads nothing."""
-    body = asked.get("init_info", {})
-    message, heard = body.get("message", body), body.get("heard", ())
-    if message.get("kind") == "finish" and len(heard) < CONFIG["parallel_config"]["data_parallel_size"]:
-        told = {"version": message["version"], "digest": "", "workers": 2, "engine": f"replica {len(heard)}"}
-        return failed(f"{ANSWERS}{json.dumps(told)}")
-    if message.get("kind") == "inspect":
-        told = [{"worker": rank, "torchrl_ext": "0", "host": "here", "transports": KNOWN} for rank in range(2)]
-        return failed("; ".join(f"worker {one['worker']}: {ANSWERS}{json.dumps(one)}" for one in told))
-    return 200, {"message": "done"}
+def asked_of(body):
+    """The message in a body of ``/collective_rpc``; None in any other."""
+    return json.loads(body["args"][0]) if body and body.get("method") == CALL else None
 
 
-STEPS = ("start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache")
+def answered(asked):
+    """What the six workers answer to a message."""
+    message = asked_of(asked)
+    match message["kind"]:
+        case "finish":
+            told = {"version": message["version"], "digest": "", "workers": 2}
+        case "inspect":
+            told = {"torchrl_ext": "0", "host": "here", "transports": KNOWN}
+        case "state":
+            told = {"whole": True, "asleep": [], "connection": message["connection"]}
+        case _:
+            told = {}
+    return 200, {"results": [{"worker": rank, **told} if told else {} for rank in range(6)]}
+
+
+def failed(words, **parts):
+    """What they answer where a step failed on all of them."""
+    return 200, {"results": [{"error": {"kind": "EngineRefusedError", "what": words, **parts}}] * 6}
+
+
+STEPS = (
+    *("update_weight_version", "reset_prefix_cache"),
+    *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),  # of vLLM's own
+)
 GOOD = {
     "GET /server_info": (200, {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}}),
     "GET /get_world_size": (200, {"world_size": 6}),
     "GET /weight_info": (200, {"weight_version": "7"}),
-    "GET /is_sleeping": (200, {"is_sleeping": False}),  # as without our endpoint plugin: workers say what is whole
-    "POST /init_weight_transfer_engine": initialised,
+    "POST /collective_rpc": answered,
     **{f"POST /{route}": (200, {"message": "done", "success": True}) for route in STEPS},
 }
-
-
-def failed(words):
-    """A worker's failure as vLLM's server words it."""
-    message = (
-        f"Call to collective_rpc method failed: Worker failed with error '{words}', "
-        "please check the stack trace above for the root cause"
-    )
-    return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
 
 
 def bare(message):
@@ -58,22 +63,18 @@ def bare(message):
 
 
 def rehearsing(*, needed=True, refused=False, restored=True):
-    """Answers of ``/init_weight_transfer_engine`` whose two workers rehearse, as vLLM's server words them."""
+    """Answers of workers that rehearse."""
 
     def answer(asked):
-        question = asked.get("init_info", {})
-        if question.get("kind") != "rehearse":
-            return initialised(asked)
+        question = asked_of(asked)
+        if question["kind"] != "rehearse":
+            return answered(asked)
         if refused and not question.get("ask"):
             return failed("layer.0 (Experts): not as after a cold start")
         proof = "sent" if question.get("ask") and needed else "rehearsed"
         layers = [{"verdict": "in place", "kernel": "RMSNorm", "layers": 1, "first": f"norm.{n}"} for n in range(99)]
         told = {"needed": needed and bool(question.get("ask")), "proof": proof, "restored": restored, "layers": layers}
-        workers = [
-            json.dumps({"worker": 0, **told}),
-            json.dumps({"worker": 1, **told, "proof": min(proof, "in place")}),
-        ]
-        return failed("; ".join(f"worker {rank}: EngineError: {ANSWERS}{said}" for rank, said in enumerate(workers)))
+        return 200, {"results": [{"worker": 0, **told}, {"worker": 1, **told, "proof": min(proof, "in place")}]}
 
     return answer
 

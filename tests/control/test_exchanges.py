@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.control.engines import Trainer, client, running
-from tests.control.servers import bare
+from tests.control.servers import asked_of, bare
 from torchrl_ext.base.routes import CHANNEL
 
 FILE = Path(__file__).with_suffix("").with_name("exchanges.json")
@@ -70,7 +70,7 @@ def told(call):
     """A request in the form of the file; None for a question."""
     body = call.body
     if isinstance(body, dict):
-        message = next((one for one in body.values() if isinstance(one, dict) and "kind" in one), None)
+        message = asked_of(body)
         if str(body.get("action")).startswith(CHANNEL):
             message = json.loads(body["action"].removeprefix(CHANNEL))
         if message is not None:

@@ -9,27 +9,27 @@ from torchrl_ext.base.errors import EngineRefusedError
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
 
-ASK, PAUSE, RESUME = "POST /init_weight_transfer_engine", "POST /pause", "POST /resume"
+ASK, PAUSE, RESUME = "rehearse", "POST /pause", "POST /resume"
 
 
 def changes(server):
-    routes = [call.route for call in server.calls]
-    return [route for route in routes if route.startswith("POST") and not route.endswith("/generate")]
+    names = [call.kind or call.route for call in server.calls]
+    return [name for name in names if name in (ASK, PAUSE, RESUME)]
 
 
 @pytest.mark.parametrize(
     ("script", "calls", "proof", "state"),
     [
-        ({}, [ASK, PAUSE, ASK, ASK, RESUME], "in place", "serving"),  # it resumes nothing that is not whole
+        ({}, [ASK, PAUSE, ASK, RESUME], "in place", "serving"),
         ({"needed": False}, [ASK], "in place", "serving"),
-        ({"refused": True}, [ASK, PAUSE, ASK, ASK, ASK, RESUME], "sent", "serving"),
+        ({"refused": True}, [ASK, PAUSE, ASK, ASK, RESUME], "sent", "serving"),
         ({"refused": True, "restored": False}, [ASK, PAUSE, ASK, ASK], "sent", "paused"),
     ],
 )
 def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, proof, state):
     """A rehearsal pauses an engine only if a worker needs it, and resumes it only with whole weights."""
     refused = pytest.raises(EngineRefusedError, match=r"layer.0 \(Experts\)") if "refused" in script else nullcontext()
-    with running(post_init_weight_transfer_engine=rehearsing(**script)) as server:
+    with running(post_collective_rpc=rehearsing(**script)) as server:
         engine = vllm_engine(server.url, timeout_s=5)
         with refused:
             engine.rehearse()
@@ -40,7 +40,7 @@ def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, pro
 
 def test_fleet_proof_is_the_weakest_proof_of_its_engines():
     """A fleet's proof is its weakest engine's; an engine without rehearsals has the proof 'sent'."""
-    with running(post_init_weight_transfer_engine=rehearsing()) as one, running() as other:
+    with running(post_collective_rpc=rehearsing()) as one, running() as other:
         fleet = Fleet([vllm_engine(server.url, timeout_s=5) for server in (one, other)])
         fleet.rehearse()
         assert fleet.proof == "sent" and [row.proof for row in fleet.rows()] == ["in place", "sent"]

@@ -13,8 +13,8 @@ LOADED = (200, {"results": [None]})
 FILES = {"transport": "disk", "params": [], "rank_offset": 1, "offer": {}}
 TENSORS = {**FILES, "transport": "collective"}
 VLLM, SGLANG = (joining(make) for make in ("vllm", "sglang"))
-NONE = {**CONFIG, "weight_transfer_config": None}
-NCCL = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}}
+NONE = {**CONFIG, "additional_config": {}}
+NCCL = {**NONE, "weight_transfer_config": {"backend": "nccl"}}
 GUEST = {"load_config": {"load_format": "ipc_cache"}}
 SOLE = {"model_path": "/models/policy", "disaggregation_mode": "null", "tp_size": 2}
 
@@ -38,7 +38,7 @@ def posts(fake, start=0):
     return [call.route.removeprefix("POST /") for call in fake.calls[start:] if call.route.startswith("POST")]
 
 
-FLAGS = r"""--weight-transfer-config '\{"backend"""
+PLUGIN = "install torchrl_ext in the engine's environment"
 FOREIGN = {"weight_transfer_config": {"backend": "ipc"}}
 LENT = (FILES, "maps weights that a daemon owns.*--load-format")
 
@@ -46,9 +46,9 @@ LENT = (FILES, "maps weights that a daemon owns.*--load-format")
 @pytest.mark.parametrize(
     ("make", "facts", "transports", "refused"),
     [
-        ("vllm", NCCL, ("disk", "native"), (SGLANG, f"speaks to 'sglang'.*{FLAGS}")),
-        ("vllm", NONE, ("disk",), (VLLM, f"backend None.*{FLAGS}")),
-        ("vllm", {**NONE, **FOREIGN}, ("disk",), (TENSORS, f"cannot follow by 'collective'.*{FLAGS}")),
+        ("vllm", NCCL, ("disk", "native"), (SGLANG, f"speaks to 'sglang'.*{PLUGIN}")),
+        ("vllm", NONE, ("disk",), (VLLM, f"backend None.*{PLUGIN}")),
+        ("vllm", {**NONE, **FOREIGN}, ("disk",), (TENSORS, f"cannot follow by 'collective'.*{PLUGIN}")),
         ("vllm", {**NCCL, "load_config": {"load_format": "dummy"}}, (), None),
         *(("vllm", {**one, **GUEST}, (), LENT) for one in (CONFIG, NCCL, NONE)),
         ("sglang", SOLE, ("disk", "native"), (TENSORS, r"without our plugin.*'collective'.*sglang\.srt\.plugins")),

@@ -5,12 +5,13 @@ import pytest
 import torchrl_ext as tx
 from tests.control.engines import Trainer, client
 from tests.control.engines import running as fakes
-from tests.control.servers import CONFIG, failed
+from tests.control.servers import CONFIG, asked_of
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.base.routes import ANSWERS, escaped
+from torchrl_ext.base.messages import Inspect
 from torchrl_ext.control.makes.vllm import vllm_engine
 
 JOIN = {"transport": "disk", "params": [], "offer": {}}
+SOLE = {**CONFIG, "parallel_config": {}}
 GONE = (404, {"detail": "Not Found"})
 
 
@@ -31,9 +32,7 @@ def test_prefix_cache_reset_is_retried_or_engine_stays_paused(fake, trainer):
     answers = [busy, busy, (200, {"success": True})]
     fake.answers[reset] = lambda asked: answers.pop(0)
     trainer.update(client(fake), 8)
-    state = "POST /init_weight_transfer_engine"  # asked of the engine that resumed
-    assert [call.route for call in fake.calls][-5:] == [*[reset] * 3, "POST /resume", state]
-    assert fake.calls[-1].body["init_info"]["kind"] == "state"
+    assert [call.kind or call.route for call in fake.calls][-5:] == [*[reset] * 3, "POST /resume", "state"]
     fake.answers[reset] = busy
     engine = client(fake, timeout_s=0.5)
     with pytest.raises(EngineRefusedError, match="could not drop"):
@@ -43,14 +42,14 @@ def test_prefix_cache_reset_is_retried_or_engine_stays_paused(fake, trainer):
 
 @pytest.mark.parametrize("seeing", [None, {"mm_processor_cache_gb": 4}])
 def test_encoder_cache_is_reset_for_a_multimodal_model_only(seeing, fake, trainer):
-    config = {**CONFIG, "model_config": {**CONFIG["model_config"], "multimodal_config": seeing}}
+    config = {**SOLE, "model_config": {**CONFIG["model_config"], "multimodal_config": seeing}}
     fake.answers |= {"GET /server_info": (200, {"vllm_config": config}), "POST /reset_encoder_cache": (200, {})}
     trainer.update(client(fake), 8)
     assert fake.counts["POST /reset_encoder_cache"] == bool(seeing) and fake.serving
 
 
 def test_a_server_that_hands_its_keys_on_must_not_keep_them(fake, trainer):
-    connected = {**CONFIG, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}
+    connected = {**SOLE, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}
     fake.answers["GET /server_info"] = 200, {"vllm_config": connected}
     with pytest.raises(ConfigError, match=r"KV connector LMCacheConnectorV1.*old weights"):
         trainer.update(client(fake, keep_cache=True), 8)
@@ -65,41 +64,50 @@ def test_unknown_sleep_level_or_tag_is_refused_without_a_request(given):
 
 
 def test_a_prefetch_is_asked_after_until_it_is_over_or_late(fake):
-    working, route = failed(f'EngineError: {ANSWERS}{{"working": true}}.'), "POST /init_weight_transfer_engine"
-    done = 200, {"message": "Weight transfer initialized"}
+    working, done = {"results": [{}, {"working": True}]}, {"results": [{}, {}]}
     answers = [done, working, working, done]
-    fake.answers[route] = lambda asked: answers.pop(0)
+    fake.answers |= {kind: lambda asked: answers.pop(0) for kind in ("prefetch", "poll")}
     client(fake).prefetch(3)
-    kinds = [call.body["init_info"]["kind"] for call in fake.calls if call.route == route]
+    kinds = [call.kind for call in fake.calls if call.kind not in ("", "state")]
     assert kinds == ["prefetch", "poll", "poll", "poll"]
-    fake.answers[route] = working
+    fake.answers |= {"prefetch": done, "poll": working}
     with pytest.raises(DeadlineError, match=r"did not .* within 2 s"):
         client(fake, load_timeout_s=2.0).prefetch(3)
 
 
-FLAGS = r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (escaped("StoreError: /root/a/weight_v31 is not there"), "^StoreError: /root/a/weight_v31 is not there"),
-        ("Weight transfer not configured. Please set weight_transfer_config to enable weight transfer.", FLAGS),
-        ("Invalid init_info for NCCLWeightTransferEngine: unexpected keyword argument 'transport'", FLAGS),
-    ],
-)
-def test_worker_error_is_quoted_whole_or_answered_with_flags(words, found, fake):
-    """A worker's error is quoted whole; one about another weight transfer backend gets the exact flags."""
-    fake.answers["POST /init_weight_transfer_engine"] = failed(words)
-    with pytest.raises(EngineRefusedError, match=found):
+def test_worker_error_is_quoted_whole(fake):
+    path = {"what": "StoreError: /root/a/weight_v31 is not there", "hint": "look"}
+    fake.answers["join"] = {"results": [{"error": path}, {"error": path}]}
+    with pytest.raises(EngineRefusedError, match=r"^StoreError: /root/a/weight_v31 is not there.*Next: look"):
         client(fake).connect(JOIN)
 
 
-@pytest.mark.parametrize("route", ["POST /pause", "POST /start_weight_update", "POST /update_weights", "POST /resume"])
-def test_answer_to_another_call_raises_out_of_step_error(route, fake, trainer):
-    fake.answers[route] = failed(f'worker 0, 1: {ANSWERS}{{"whole": true}}')
-    with pytest.raises(EngineRefusedError, match=r"out of step.*Next: restart the engine"):
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_version_is_confirmed_by_the_workers_of_all_replicas(fake, trainer, lost):
+    """Two replicas of two workers stand behind the address; vLLM's own client hands on the first one's answers."""
+    parallel = {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1}
+    fake.answers["GET /server_info"] = {"vllm_config": {**CONFIG, "parallel_config": parallel}}
+    rows = [{"version": 8, "digest": trainer.digest(8), "workers": 2}] * 4
+    fake.answers["finish"] = {"results": rows[lost:]}
+    with pytest.raises(EngineRefusedError, match=f"{4 - lost} worker.*Expected: 4, of 2 engine"):
         trainer.update(client(fake), 8)
+    fake.answers["finish"] = {"results": rows}
+    with pytest.raises(EngineRefusedError, match="did not resume"):  # one got further than this one, which refuses
+        trainer.update(client(fake), 8)
+
+
+def test_workers_without_the_plugin_are_asked_nothing(trainer):
+    """Each would raise, and vLLM take one's reply for another's from then on."""
+    with fakes("stock-vllm") as fake:
+        engine = client(fake)
+        assert engine.pause() and not engine.state().serves
+        engine.resume()
+        with pytest.raises(EngineRefusedError, match=r"without our plugin.*install torchrl_ext"):
+            engine.inspect(Inspect())
+        with pytest.raises(EngineRefusedError, match="does not say what sleeps"):
+            engine.sleep(1)
+        trainer.update(engine, 8)
+        assert not any(call.kind for call in fake.calls) and fake.serving
 
 
 def test_a_server_without_dev_routes_gets_the_hint(fake):
@@ -116,8 +124,8 @@ def test_connect_to_several_engines_gives_each_a_rank_offset(fake, trainer):
         fleet = tx.connect(fake.url, other.url)
         assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.info().world_size == 7
         fleet.connect({**trainer.invitation(), "world_size": 8})
-        inits = [call.body["init_info"] for one in (fake, other) for call in one.calls if call.body]
-        assert [init["rank_offset"] for init in inits if init["kind"] == "join"] == [1, 7]
+        joins = [asked_of(call.body) for one in (fake, other) for call in one.calls if call.kind == "join"]
+        assert [join["rank_offset"] for join in joins] == [1, 7]
         trainer.update(tx.connect(other.url, keep_cache=True), 8)
         assert not other.counts["POST /reset_prefix_cache"]
 

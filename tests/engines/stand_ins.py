@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from torchrl_ext.base.messages import Start, read
-from torchrl_ext.base.routes import ANSWERS, CHANNEL, Flush
+from torchrl_ext.base.messages import answered
+from torchrl_ext.base.routes import CALL, CHANNEL, Flush
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.engines.sglang import routes as sglang_routes
@@ -60,12 +60,11 @@ class VLLM(Engine):
     def __init__(self, held, model):
         super().__init__(held, model)
         self.vllm_config = SimpleNamespace(
-            weight_transfer_config=SimpleNamespace(backend="torchrl_ext"),
+            additional_config={CALL: True},
             model_config=SimpleNamespace(multimodal_config=None, model="net"),
             kv_transfer_config=None,
             parallel_config=SimpleNamespace(data_parallel_size=1),
         )
-        self.open = False
 
     async def is_paused(self):
         return self.paused
@@ -86,25 +85,14 @@ class VLLM(Engine):
         self.dropped += 1
         return True
 
-    async def collective_rpc(self, method, kwargs=None):
-        await self.reached({"start_weight_update": "start", "update_weights": "load"}.get(method, method))
-        if method == "start_weight_update":
-            assert not self.open, "start_weight_update called while a weight update is already active"
-        self.open = method == "start_weight_update" or (self.open and method != "finish_weight_update")
-        if method == "finish_weight_update":
-            return
+    async def collective_rpc(self, method, args=(), kwargs=None):
         if method == "reload_weights":
+            await self.reached(method)
             self.loaded.append(kwargs["weights_path"])
-            return
-        own = {"connection": self.end.receiver.connection}  # as the plugin takes it for routes without a body
-        message = Start(**own) if method == "start_weight_update" else None
-        try:
-            answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
-        except Exception:
-            self.open = False  # vLLM's worker ends an update that fails
-            raise
-        if answer:
-            raise RuntimeError(ANSWERS + json.dumps(answer))
+            return [None]
+        assert method == CALL
+        await self.reached(json.loads(args[0])["kind"])
+        return [{**answered(self.end.handle, args[0])}]
 
     def app(self, key=None):
         """The server's application."""
@@ -116,10 +104,7 @@ class VLLM(Engine):
             await plugin.init_state(self, SimpleNamespace(), args)
             yield
 
-        async def sleeping(request):
-            return JSONResponse({"is_sleeping": False})
-
-        app = Starlette(routes=[Route("/is_sleeping", sleeping)], lifespan=lifespan)
+        app = Starlette(lifespan=lifespan)
         plugin.attach_router(app)
         return app
 
@@ -148,14 +133,13 @@ class SGLang(Engine):
         self.label = request.new_version
 
     async def check_weights(self, request, *_):
-        message = read(json.loads(request.action.removeprefix(CHANNEL)))
-        await self.reached(message.kind)
-        self.dropped += isinstance(message, Flush)
-        try:
-            answer = {"flushed": True} if isinstance(message, Flush) else self.end.handle(message)
-        except Exception as error:  # noqa: BLE001 - as the plugin answers
-            return False, str(error), None, None
-        return True, json.dumps(answer), None, None
+        def handle(message):
+            self.dropped += isinstance(message, Flush)
+            return {"flushed": True} if isinstance(message, Flush) else self.end.handle(message)
+
+        text = request.action.removeprefix(CHANNEL)
+        await self.reached(json.loads(text)["kind"])
+        return True, json.dumps(answered(handle, text)), None, None
 
     def app(self):
         """The server's application."""

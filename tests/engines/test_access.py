@@ -12,10 +12,10 @@ import torch
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
-from tests.sync.by_hand import invitation
+from tests.sync.by_hand import invitation, prepared, told
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
-from torchrl_ext.base.messages import Inspect, Join, Load, Prefetch, Rehearse, Start, Verify
-from torchrl_ext.base.routes import bears_key
+from torchrl_ext.base.messages import Inspect, Join, Load, Prefetch, Rehearse, Start, State, Verify
+from torchrl_ext.base.routes import CALL, bears_key, called
 from torchrl_ext.base.types import API_KEY_VARIABLE, ParamMeta
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.data.stores.local import LocalStore
@@ -29,8 +29,7 @@ KEY = "sesame"
 GET = ("/load", "/server_info", "/get_world_size", "/weight_info", "/weights_digest", "/is_paused", "/is_sleeping")
 POST = (
     "/prompt_logprobs", "/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory",
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
-    "/finish_weight_update", "/reset_prefix_cache", "/inference/v1/generate",
+    "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/inference/v1/generate",
 )  # fmt: skip
 
 
@@ -155,16 +154,10 @@ def test_a_refused_root_is_named_without_its_password():
     assert "ftp://host/x" in str(refused.value) and "secret" not in str(refused.value)
 
 
-def asked(http, **question):
-    answer = http.post("/init_weight_transfer_engine", json={"init_info": Inspect(**question).to_json()})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["answer"]
-
-
 def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
     (tmp_path / "secret").write_bytes(b"content")
     os.mkfifo(tmp_path / "pipe")
-    told = []
+    found = []
     for root, probe, content in (
         (tmp_path, "secret", "content"),
         (tmp_path, "secret", "other"),
@@ -174,9 +167,9 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
         ("/dev", "zero", "content"),
     ):
         invitation = {"root": str(root), "probe": probe, "run_id": content, "trainer": "here"}
-        answer = asked(http, root=invitation)["root"]
-        told.append({**answer, "why": answer["why"].replace(repr(probe), "...")})
-    assert all(answer == told[0] for answer in told) and not told[0]["seen"]
+        answer = told(http, Inspect(root=invitation))["root"]
+        found.append({**answer, "why": answer["why"].replace(repr(probe), "...")})
+    assert all(answer == found[0] for answer in found) and not found[0]["seen"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "secret"]
 
 
@@ -191,25 +184,49 @@ def test_oversized_request_body_is_refused(http):
         for _ in range(65):
             yield b" " * (1 << 20)
 
-    answer = http.post("/update_weights", content=body(), headers={"content-type": "application/json"})
+    answer = http.post("/collective_rpc", content=body(), headers={"content-type": "application/json"})
     assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
 
 
-def test_nothing_resumes_the_engine_while_an_update_is_open(server, http, tmp_path):
+@pytest.mark.parametrize("route", ["/resume", "/wake_up", "/sleep?level=1"])
+def test_a_version_ends_when_somebody_resumes_the_engine(server, http, tmp_path, route):
+    """Nothing of a version that was started is loaded into an engine that went on, or sleeps."""
+    model = tiny_model(1)
     assert http.post("/pause?mode=keep").status_code == 200
     with tx.DiskTransport(tmp_path) as transport:
-        joined = tx.make_engine("embedded", url=server.url)
-        joined.join(invitation(transport, tiny_model(1)).to_json())
-        assert http.post("/start_weight_update").status_code == 200
+        assert "error" not in told(http, invitation(transport, model))
+        load = prepared(transport, model, 1)
+        assert told(http, Start()) == {}
+        assert http.post(route).status_code == 200
+        assert "error" in told(http, load) and http.post("/pause?mode=keep").status_code == 200
+        assert http.post("/wake_up").status_code == 200 and http.post("/pause?mode=keep").status_code == 200
+        assert told(http, load)["error"]["kind"] == "NotConnectedError"
+        assert told(http, State())["whole"]
+    with tx.WeightSender(tx.make_transport("collective"), tx.connect(server.url)) as sender:
+        assert sender.update_weights(model).verified
+    assert not http.get("/is_paused").json()["is_paused"]
+
+
+def test_nothing_resumes_an_engine_with_a_part_of_a_version(server, http, tmp_path):
+    """An engine whose load broke stays paused, whoever resumes it, until the next update."""
+    model = tiny_model(1)
+    assert http.post("/pause?mode=keep").status_code == 200
+    with tx.DiskTransport(tmp_path) as transport:
+        told(http, invitation(transport, model))
+        load = prepared(transport, model, 1)
+        told(http, Start())
+        (folder,) = tmp_path.glob("weight_v*")
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-8])
+        assert "error" in told(http, load)
         for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):
             answer = http.post(route)
-            assert answer.status_code == 409 and "update is open" in answer.json()["error"]["message"]
+            assert answer.status_code == 409 and "a part of an update" in answer.json()["error"]["message"]
             assert http.get("/is_paused").json()["is_paused"]
-    joined.close()
     with pytest.raises(EngineRefusedError):
         tx.make_engine("embedded", url=server.url).resume()
     with tx.WeightSender(tx.make_transport("collective"), tx.connect(server.url)) as sender:
-        assert sender.update_weights(tiny_model(1)).verified
+        assert sender.update_weights(model).verified
     assert not http.get("/is_paused").json()["is_paused"]
 
 
@@ -243,26 +260,26 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
         for name, offer in offers
     ]
     joining += [Inspect(root=shared).to_json(), Rehearse(how="once", ask=True).to_json()]
+    joining += [{**Load(version=1, handoff={}).to_json(), "params": params}]
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 2, "stop_token_ids": [1], "logprobs": 1, "n": 1}
     asks = [
         ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": sampling, "request_id": "x"}),
         ("/prompt_logprobs", {"prompts": [[1, 2], [3, 4]]}),
-        ("/update_weights", {"update_info": {**Load(version=1, handoff={}).to_json(), "params": params}}),
-        ("/update_weights", {"update_info": Verify(digests={"a": "b"}).to_json()}),
-        ("/finish_weight_update", {"weight_version": "1"}),
+        ("/collective_rpc", called(Verify(digests={"a": "b"}))),
+        ("/update_weight_version", {"new_version": "1"}),
     ]
     chance = random.Random(0)
     for _ in range(1000):
         route, body = chance.choice(asks)
         body = mutated(chance, body)
         if chance.random() < 0.6:
-            route, message = "/init_weight_transfer_engine", chance.choice(joining)
+            route, message = "/collective_rpc", chance.choice(joining)
             info = mutated(chance, message)
             whole = isinstance(info, dict) and "params" in message and chance.random() < 0.9
-            body = {"init_info": {**info, "params": params} if whole else info}
+            body = {"method": CALL, "args": [json.dumps({**info, "params": params} if whole else info)]}
         answer = http.post(route, content=json.dumps(body), headers={"content-type": "application/json"})
-        told = answer.json().get("error", {}) if answer.status_code != 200 else {}
-        assert "its log has the reason" not in told.get("message", ""), (route, str(body)[:1000], told)
+        error = answer.json().get("error", {}) if answer.status_code != 200 else {}
+        assert "its log has the reason" not in error.get("message", ""), (route, str(body)[:1000], error)
     assert http.get("/health").status_code == 200
 
 

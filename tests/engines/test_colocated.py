@@ -12,7 +12,9 @@ import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of
+from tests.sync.by_hand import invitation, prepared, told
 from torchrl_ext.base.errors import EngineError, EngineRefusedError
+from torchrl_ext.base.messages import Finish, Start, State
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.sglang import SGLangServer
@@ -48,6 +50,15 @@ def ask(server, route):
     return httpx.get(f"{server.url}{route}").json()
 
 
+def say(server, message):
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        return told(http, message)
+
+
+def asleep(server):
+    return say(server, State())["asleep"]
+
+
 def resident_bytes(pid, row="VmRSS:"):
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(row))
@@ -78,12 +89,11 @@ def test_an_update_wakes_a_sleeping_engine(server, engine, sender, level):
     sender.update_weights(tiny_model(3))
     engine.sleep(level)
     assert ask(server, "/is_paused")["is_paused"]
-    assert ask(server, "/is_sleeping")["tags"] == (["kv_cache", "weights"] if level else [])
+    assert asleep(server) == (["kv_cache", "weights"] if level else [])
     model = tiny_model(4)
     report = sender.update_weights(model)
     assert report.verified and report.engines[0].state == "serving"
-    woken = ask(server, "/is_sleeping")
-    assert not woken["is_sleeping"] and woken["tags"] == []
+    assert not ask(server, "/is_sleeping")["is_sleeping"] and asleep(server) == []
     assert tokens(server) == greedy(model)
 
 
@@ -119,7 +129,7 @@ def test_an_engine_without_weights_does_not_serve(server, engine, sender):
     with pytest.raises(EngineRefusedError, match="holds no weights"):
         stranger.wake_up()
     stranger.update(7).begin()  # wakes the weights, and nothing else
-    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
+    assert asleep(server) == ["kv_cache"]
     assert httpx.get(f"{server.url}/weights_digest").status_code == 409
     assert ask(server, "/is_paused")["is_paused"]
 
@@ -130,12 +140,11 @@ def test_colocated_steps_work_from_separate_clients(server, sender):
     sender.update_weights(tiny_model(3))
     for seed in (4, 5):
         model = tiny_model(seed)
-        told = {server.url: {"status": 200, "body": {"status": "paused"}}}
-        assert client.run(client.sleep(level=2)) == told
+        assert client.run(client.sleep(level=2)) == {server.url: {"status": 200, "body": {"status": "paused"}}}
         with pytest.raises(EngineError, match="holds no weights"):
             client.run(client.resume())
         client.run(client.wake_up(tags=["weights"]))
-        assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"] and ask(server, "/is_paused")["is_paused"]
+        assert asleep(server) == ["kv_cache"] and ask(server, "/is_paused")["is_paused"]
         report = sender.update_weights(model)
         assert client.run(client.wake_up(tags=["kv_cache"])) == {
             server.url: {"status": 200, "body": {"status": "serving"}}
@@ -144,13 +153,16 @@ def test_colocated_steps_work_from_separate_clients(server, sender):
     client.close()
 
 
-def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender):
+def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender, tmp_path):
     sender.update_weights(tiny_model(3))
     engine.sleep(2)
     engine.wake_up(["weights"])
-    for route, body in (("start_weight_update", None), ("finish_weight_update", {"weight_version": "9"})):
-        answer = httpx.post(f"{server.url}/{route}", json=body)
-    assert answer.status_code == 400 and "missing" in answer.text
+    first, *_ = tiny_model(4).state_dict().items()
+    with tx.DiskTransport(tmp_path) as transport:
+        answers = [say(server, invitation(transport, tiny_model(4))), say(server, Start())]
+        load = prepared(transport, dict([first]), 9)
+        answers += [say(server, message) for message in (load, Finish(version=9))]
+    assert "missing" in answers[-1]["error"]["what"] and not any("error" in one for one in answers[:-1]), answers
     assert ask(server, "/is_paused")["is_paused"]
 
 

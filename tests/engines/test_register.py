@@ -34,12 +34,24 @@ print("registered")
 WORKERS = "vllm/v1/worker/worker_base.py"
 FACTORY = "vllm/distributed/weight_transfer/factory.py"
 CORE = "vllm/v1/engine/core.py"
+ARGS = "vllm/engine/arg_utils.py"
+CLIENT = "vllm/v1/engine/core_client.py"
+LAYERS = """
+from types import SimpleNamespace
+def get_layerwise_info(layer):
+    return SimpleNamespace(can_load=lambda: False)
+"""
 EXECUTOR = "vllm/v1/executor/multiproc_executor.py"
 WHOLE = {
     "vllm/__init__.py": "__version__ = '1000.0'",
     FACTORY: "class WeightTransferEngineFactory:\n register_engine = print\n"
     "class WeightTransferTrainerFactory:\n register_engine, _registry = print, {}",
     WORKERS: "class WorkerBase: pass",
+    ARGS: "from types import SimpleNamespace\nclass EngineArgs:\n def create_engine_config(self, *_):\n"
+    "  return SimpleNamespace(additional_config={'a': 1})",
+    CLIENT: "class AsyncMPClient:\n"
+    " async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None): return [0, 1]\n"
+    " async def call_utility_all_async(self, name, method, timeout, args, kwargs): return [[0, 1], [2, 3]]",
     CORE: "class EngineCore:\n def resume_scheduler(self): pass",
     EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): return self.response_mqs",
 }
@@ -73,34 +85,6 @@ def test_a_vllm_of_another_release_starts_and_says_so_once(ran, files, words):
     assert said.count("WARNING") == 1 and words in said
 
 
-FAILED = """
-from torchrl_ext.base.routes import ANSWERS
-from torchrl_ext.base.errors import EngineError
-for error in (EngineError(ANSWERS + '{"whole": true}'), RuntimeError("no memory is left")):
-    try:
-        raise error
-    except Exception:
-        logging.getLogger("vllm.v1.engine.core").exception("a call failed")
-        logging.getLogger("vllm.entrypoints.serve.exception_handling.handlers.exception").error("caught")
-"""
-
-
-def test_an_answer_of_a_worker_is_no_failure_in_vllms_log(ran):
-    _, said = ran(WHOLE, FAILED)
-    assert said.count("Traceback") == said.count("ERROR caught") == 1, said
-    assert "no memory is left" in said and "whole" not in said
-    assert "WARNING" not in said  # of a vLLM that has everything
-
-
-BASE = """
-from typing import Generic, TypeVar
-I, U = TypeVar("I"), TypeVar("U")
-class WeightTransferInitInfo: ...
-class WeightTransferUpdateInfo: ...
-class WeightTransferEngine(Generic[I, U]):
-    def __init__(self, config, vllm_config, device, model):
-        self.vllm_config, self.parallel_config, self.model = vllm_config, vllm_config.parallel_config, model
-"""
 GROUPS = "".join(
     f"def {name}():\n from types import SimpleNamespace\n return SimpleNamespace(world_size=1, cpu_group=None)\n"
     for name in ("get_tp_group", "get_pp_group", "get_pcp_group")
@@ -109,9 +93,12 @@ CONFIG = "from contextlib import nullcontext as set_current_vllm_config"
 MADE = """
 import torch
 from types import SimpleNamespace as Some
-from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
+from vllm.v1.worker.worker_base import WorkerBase
+plugin.register()
+plugin.register()
 text = Some(get_text_config=lambda: Some(tie_word_embeddings=False))
-config = Some(
+worker = WorkerBase()
+worker.vllm_config = Some(
     model_config=Some(model="/m", dtype=torch.float32, hf_config=text, revision=None),
     parallel_config=Some(
         rank=0, world_size=1, data_parallel_index=0, world_size_across_dp=1, enable_eplb=False,
@@ -119,27 +106,25 @@ config = Some(
     ),
     load_config=Some(load_format="auto"), quant_config=None,
 )
-engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu"), torch.nn.Linear(2, 2))
+worker.model_runner = Some(get_model=lambda: model, reset_lora_state=lambda: None)
+model = torch.nn.Linear(2, 2)
 """
-DAEMON = f"""{MADE.replace('"auto"', '"ipc_cache"')}
-from torchrl_ext.base.messages import Join
-join = Join(transport="disk", params=(), rank_offset=0, offer={{}}).to_json()
-try:
-    engine.init_transfer_engine(engine.parse_init_info(join))
-except Exception as error:
-    print(type(error).__name__, error)
-for step in (engine.start_weight_update, engine.finish_weight_update):
-    try:
-        step()
-    except Exception:
-        continue
-engine.invalidate(whole=True)
-engine.shutdown()
+CALLS = """
+from torchrl_ext.base.messages import Inspect, Join, Reset, Start, State
+def says(message):
+    return worker.torchrl_ext(json.dumps(message.to_json()))
+def state():
+    told = says(State())
+    return told["asleep"], told.get("empty", False), told["whole"]
+"""
+DAEMON = f"""{MADE.replace('"auto"', '"ipc_cache"')}{CALLS}
+print(says(Join(transport="disk", params=(), rank_offset=0, offer={{}}))["error"])
+print(says(Inspect())["workers"], state())
 """
 
 
-def stand_in():
-    """A vLLM that has the names that the plugin imports; what it calls at a worker's start works."""
+def stand_in(**workers):
+    """A vLLM that has the names that the plugin imports; ``workers`` are methods of its workers."""
     texts = {}
     for path in {*Path(vllm_register.__file__).parent.glob("*.py")} - {Path(vllm_register.__file__)}:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -150,65 +135,84 @@ def stand_in():
         f"{module.replace('.', '/')}/__init__.py": "\n".join(text.format(name) for name, text in names.items())
         for module, names in texts.items()
     }
-    weights, groups = "vllm/distributed/weight_transfer/base", "vllm/distributed/parallel_state"
+    groups, layers = "vllm/distributed/parallel_state", "vllm/model_executor/model_loader/reload/layerwise"
+    methods = {name: f" def {name}(self, *args, **how): {does}" for name, does in workers.items()}
     return {
         **files,
-        f"{weights}/__init__.py": files[f"{weights}/__init__.py"] + BASE,
+        **WHOLE,
         f"{groups}/__init__.py": GROUPS,
+        f"{layers}/__init__.py": files[f"{layers}/__init__.py"] + LAYERS,
         "vllm/config/__init__.py": CONFIG,
+        WORKERS: "\n".join(["class WorkerBase:\n _weight_update_active = False", *methods.values()]),
     }
 
 
 def test_vllm_that_maps_a_daemons_weights_refuses_trainers(ran):
     said, _ = ran(stand_in(), DAEMON)
-    assert said.startswith("EngineError ConfigError: this engine maps weights that a daemon owns")
-    assert "the engine still serves its previous weights" in said
+    assert "this engine maps weights that a daemon owns" in said and "still serves its previous weights" in said
+    assert said.endswith("1 ([], False, True)\n")
 
 
-RELOADS = """
-class WorkerBase:
-    def reload_weights(self, path): return path
-    def sleep(self, level=1): print("sleeps")
-    def wake_up(self, tags=None): print("wakes", tags)
-"""
-WORKER = """
-from types import SimpleNamespace
-from vllm.v1.worker.worker_base import WorkerBase
-from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
-worker = WorkerBase()
-worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
-"""
-RELOADED = f"""{WORKER}
-TorchRLExtEngine.invalidate = lambda engine, whole: print("noticed")
-worker.reload_weights("/other")
+def test_an_engine_configuration_names_the_plugin(ran):
+    """A client asks workers only where it is there: without their method vLLM would mix up their replies."""
+    code = "from vllm.engine.arg_utils import EngineArgs\nprint(EngineArgs().create_engine_config().additional_config)"
+    assert ran(stand_in(), code)[0] == "{'a': 1, 'torchrl_ext': True}\n"
+
+
+NOTICED = f"""{MADE}{CALLS}
+def notices(does, *args, **how):
+    try:
+        does(*args, **how)
+    except ZeroDivisionError:
+        pass
+    print(*state(), worker.torchrl_ext_beside.ours.end.receiver.held)
 """
 
 
-def test_a_reload_is_noticed_once(ran):
-    said, log = ran({**stand_in(), **WHOLE, WORKERS: RELOADS}, RELOADED)
-    assert said == "noticed\n", log
+@pytest.mark.parametrize("first", ["", "print(*state())"], ids=["before our first message", "after it"])
+@pytest.mark.parametrize(
+    ("does", "named"),
+    [("1", "reload_weights"), ("1 / 0", "reload_weights"), ("1", "update_weights"), ("1", "finish_weight_update")],
+)
+def test_what_vllm_loads_by_itself_is_noticed(ran, first, does, named):
+    said, log = ran(stand_in(**{named: does}), f"{NOTICED}\n{first}\nnotices(worker.{named}, '/other')")
+    assert said.endswith("[] False True parts of several versions, or weights of another origin\n"), log
 
 
-SLEPT = f"""{WORKER}
-TorchRLExtEngine.sleep, TorchRLExtEngine.wake = (lambda engine: print("let go")), (lambda engine: print("may read"))
-worker.sleep(level=2)
-worker.wake_up(["kv_cache"])
-worker.wake_up(tags=["weights"])
+SLEPT = f"""{NOTICED}
+stopping = worker.torchrl_ext_beside.ours.end
+stopping.stop = lambda: print("let go")
+worker.sleep(level=1)
+notices(worker.wake_up, ["kv_cache"])
+notices(worker.wake_up, tags=["weights"])
+notices(worker.discard, ("kv_cache",))
+notices(worker.wake_up)
+notices(worker.sleep, level=2)
+notices(worker.wake_up, None)
 """
+LOST = "True True no weights"
 
 
 def test_vllms_worker_lets_go_of_weights_before_it_sleeps(ran):
-    """Our backend hears of a sleep before the memory goes, and of the waking once the weights are there."""
-    said, log = ran({**stand_in(), **WHOLE, WORKERS: RELOADS}, SLEPT)
-    assert said.splitlines() == ["let go", "sleeps", "wakes ['kv_cache']", "wakes ['weights']", "may read"], log
+    """Our worker hears of a sleep before the memory goes, which tags sleep, and that weights were lost."""
+    sleeps = {"sleep": "print('sleeps')", "wake_up": "print('wakes')", "discard": "print('discards')"}
+    said, log = ran(stand_in(**sleeps), SLEPT)
+    assert said.splitlines() == [
+        *("let go", "sleeps", "wakes", "['weights'] False True version 0"),
+        *("wakes", "[] False True version 0", "discards", "['kv_cache'] False True version 0"),
+        *("wakes", "[] False True version 0", "let go", "sleeps", f"['kv_cache', 'weights'] {LOST}"),
+        *("wakes", f"[] {LOST}"),
+    ], log
 
 
-RESUMED = f"""{WORKER}
+RESUMED = f"""{MADE}{CALLS}
 from vllm.v1.engine.core import EngineCore
 from torchrl_ext.base.errors import EngineError
 core = EngineCore()
-core.model_executor = SimpleNamespace(collective_rpc=lambda name: [getattr(worker, name)()])
-for TorchRLExtEngine.whole in (True, False):
+core.model_executor = Some(collective_rpc=lambda name: [getattr(worker, name)()])
+core.resume_scheduler()
+for torn in (False, True):
+    worker.torchrl_ext_beside.ours.end.receiver.invalidate(torn=torn)
     try:
         core.resume_scheduler()
     except EngineError:
@@ -218,8 +222,28 @@ for TorchRLExtEngine.whole in (True, False):
 
 def test_vllm_with_a_partial_version_refuses_to_resume(ran):
     core = "class EngineCore:\n def resume_scheduler(self): print('resumed')"
-    said, log = ran({**stand_in(), **WHOLE, CORE: core}, RESUMED)
-    assert said == "resumed\nrefused\n", log
+    said, log = ran({**stand_in(), CORE: core}, RESUMED)
+    assert said == "resumed\nresumed\nrefused\n", log
+
+
+def test_an_update_of_vllms_own_that_is_open_keeps_ours_away(ran):
+    code = f"{MADE}{CALLS}\nworker._weight_update_active = True\nprint(says(Start())['error'])\nprint(*state())"
+    said, log = ran(stand_in(), code)
+    assert "by vLLM's own weight transfer is open" in said and said.endswith("[] False True\n"), log
+
+
+REPLICAS = """
+import asyncio
+from vllm.v1.engine.core_client import AsyncMPClient
+for method in ("torchrl_ext", "other"):
+    print(asyncio.run(AsyncMPClient().collective_rpc_async(method, args=("{}",))))
+"""
+
+
+def test_every_replica_is_heard(ran):
+    """vLLM's client returns what the workers of the first replica say."""
+    said, log = ran(stand_in(), REPLICAS)
+    assert said == "[0, 1, 2, 3]\n[0, 1]\n", log
 
 
 class Queue(deque):

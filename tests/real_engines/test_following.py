@@ -239,7 +239,7 @@ def test_vllm_log_has_tracebacks_only_for_failures(vllm, tmp_path):
             assert sender.update_weights(tiny_model(seed)).verified
     assert vllm.says(tiny_model(1))
     told = log.read_text()[begun:]
-    assert "/init_weight_transfer_engine" in told and "Traceback" not in told and "Exception caught" not in told
-    assert not vllm.http.call("POST", "/init_weight_transfer_engine", {"init_info": {}}).ok
+    assert "/collective_rpc" in told and "Traceback" not in told and "Exception caught" not in told
+    assert not vllm.http.call("POST", "/collective_rpc", {"method": "unknown"}).ok
     until_met(lambda: "ERROR:    Exception in ASGI application" in log.read_text()[begun:])
     assert log.read_text()[begun:].count("Traceback") >= 3, "of the worker, the core and the API server"

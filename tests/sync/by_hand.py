@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.processes import WAIT_S
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Join, Load
+from torchrl_ext.base.routes import called
 from torchrl_ext.data.transports.base import Update
 from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.derived import as_source
@@ -30,4 +31,12 @@ def limited(source, part):
     found = UpdateSource(source)
     found.only = part.names
     found.limit(part.base)
+    return found
+
+
+def told(http, message):
+    """What the one worker of an engine answers to a message."""
+    answer = http.post("/collective_rpc", json=called(message))
+    assert answer.status_code == 200, answer.text
+    (found,) = answer.json()["results"]
     return found

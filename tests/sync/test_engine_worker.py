@@ -1,5 +1,6 @@
 """One worker of an engine, in step with the others: what it begins, what it says of it, and who hears of a failure."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ from tests.data.sharded.sharded_engine import Together
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import EngineError
+from torchrl_ext.base.errors import EngineError, EngineRefusedError, StaleBaseError, error_info
 from torchrl_ext.base.messages import (
     Finish,
     Inspect,
@@ -20,14 +21,13 @@ from torchrl_ext.base.messages import (
     Poll,
     Prefetch,
     Rehearse,
-    Seal,
     Start,
     Verify,
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import digest_of, position_digest
-from torchrl_ext.sync.engine_worker import EngineWorker, joined
+from torchrl_ext.sync.engine_worker import EngineWorker, together
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_workers_follow_a_trainer_step_by_step(engine):
     assert idle(handle) == [{}, {}]
     load = prepared(transport, policy, 1)
     digests = {name: position_digest(tensor).hex() for name, tensor in as_source(policy)}
-    for message in (Prefetch(version=1), Start(), load, Verify(digests=digests), Seal()):
+    for message in (Prefetch(version=1), Start(), load, Verify(digests=digests)):
         assert handle(message) == [{}, {}]
         assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
     confirmed = {"version": 1, "digest": digest_of(digests), "workers": 2}
@@ -149,5 +149,15 @@ def test_workers_report_rank_transports_and_weakest_proof(engine, monkeypatch):
 
 
 def test_failures_in_the_same_words_are_told_once():
-    assert joined(["only one"]) == "only one"
-    assert joined(["", "late", "late", "lost"]) == "worker 1, 2: late; worker 3: lost"
+    def failing(*errors):
+        """What each worker raises where all but this one, which does not fail, raise ``errors``."""
+        said = ["" if error is None else json.dumps(error_info(error)) for error in errors]
+        with pytest.raises(EngineRefusedError) as raised:
+            together(lambda own: said)
+        return raised.value
+
+    late, lost = EngineRefusedError("late", state="paused"), StaleBaseError("lost")
+    assert str(failing(late)) == str(late)
+    found = failing(None, late, late, lost)
+    assert found.what == "worker 1, 2: late; worker 3: StaleBaseError: lost"
+    assert (found.state, found.code) == ("paused", "stale_base")

@@ -21,7 +21,7 @@ from torchrl_ext.base.errors import (
     StaleBaseError,
     WeightSyncError,
 )
-from torchrl_ext.base.messages import Finish, Leave, Prefetch, Reset, Seal, Start, State, Verify, stamped
+from torchrl_ext.base.messages import Finish, Leave, Prefetch, Reset, Start, State, Verify, stamped
 from torchrl_ext.base.types import Part
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.derived import as_source
@@ -157,12 +157,6 @@ class Messages(RuleBasedStateMachine):
         if not self.tell(Verify(digests=digests)):
             self.loaded = None
         assert self.loaded is None or not wrong
-
-    @precondition(lambda self: self.loaded is not None)
-    @rule()
-    def seal(self):
-        if not self.tell(Seal()):
-            self.loaded = None
 
     @precondition(lambda self: self.loaded is not None)
     @rule()

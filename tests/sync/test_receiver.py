@@ -10,7 +10,7 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.sync.by_hand import invitation, prepared
 from tests.sync.ends import change, same
 from torchrl_ext.base.errors import ManifestError, NotConnectedError, StaleBaseError, UpdateError
-from torchrl_ext.base.messages import Finish, Join, Prefetch, Seal, Start
+from torchrl_ext.base.messages import Finish, Join, Prefetch, Start
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import position_digest
@@ -181,7 +181,9 @@ def test_memory_that_a_load_took_is_freed_once_at_its_end(tmp_path, monkeypatch)
     receiver = tx.WeightReceiver(held)
     receiver.handle(invitation(transport, held))
     for version in (1, 2):  # a load of all, and changes
-        steps(receiver, prepared(transport, {"a": torch.full((4,), float(version))}, version), Seal())
+        load = prepared(transport, {"a": torch.full((4,), float(version))}, version)
+        for message in (Prefetch(version=version), Start(), load):
+            receiver.handle(message)
         assert freed == [1.0][: version - 1]
         receiver.handle(Finish(version=version))
         assert freed == [1.0]

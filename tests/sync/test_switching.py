@@ -243,7 +243,7 @@ class TestVLLM:
     async def test_a_start_directory_that_was_saved_into_is_not_put_back(self, served, tmp_path):
         llm, engine = served()
         save_file(states(net(5)), tmp_path / "0" / "model.safetensors")
-        llm.fake.inject("fail", "POST /update_weights")
+        llm.fake.inject("fail", "load")
         with pytest.raises(UpdateError, match=r"it fails here(.|\n)*could not be restored either: .*0/model\.safe"):
             await engine.update_model_weights(tmp_path / "1")
         assert not llm.fake.serving and not same(llm.model, net(5))
@@ -282,7 +282,7 @@ class TestVLLM:
                 await asyncio.to_thread(engine.close)
             else:
                 engine.close()
-            kinds = [call.body["init_info"]["kind"] for call in llm.fake.calls[before:]]
+            kinds = [call.kind for call in llm.fake.calls[before:]]
             assert kinds == (["leave"] if elsewhere else [])
             assert same(llm.model, net(seed)) and llm.fake.serving
             await asyncio.to_thread(sender.shutdown)

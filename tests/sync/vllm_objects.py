@@ -17,7 +17,7 @@ from torchrl.modules.llm.backends.vllm import vllm_async
 
 from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
-from torchrl_ext.base.routes import BACKEND, TAKE_OVER
+from torchrl_ext.base.routes import CALL
 
 WORDS = 16
 
@@ -42,14 +42,11 @@ def says(model, word, count):
 
 
 class Base:
-    """An engine whose workers have the backend that it was made with, until they are told to take ours.
+    """An engine whose workers are a `FakeEngine` over the tensors of the network."""
 
-    They are a `FakeEngine` over the tensors of the network.
-    """
-
-    def __init__(self, model, backend=None, *, plugin=True):
-        self.model, self.plugin, self.backends = model, plugin, [backend]
-        self.fake, self._loaded, self.dropped = FakeEngine("vllm", dict(model.state_dict())), 0, 0
+    def __init__(self, model, *, plugin=True):
+        self.model = model
+        self.fake, self.dropped = FakeEngine("vllm", dict(model.state_dict())), 0
         weakref.finalize(self, self.fake.close)
         parallel = SimpleNamespace(
             world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, world_size_across_dp=1
@@ -57,7 +54,7 @@ class Base:
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
             model_config=SimpleNamespace(model="net", multimodal_config=None),
-            weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
+            additional_config={CALL: True} if plugin else {},
             kv_transfer_config=None,
         )
 
@@ -74,18 +71,11 @@ class Base:
         if answer.is_error:
             error = answer.json()["error"]
             raise RuntimeError(error["message"] if isinstance(error, dict) else error)
+        return answer.json()
 
     def _rpc(self, method, timeout=None, args=(), kwargs=None):
-        assert not args
-        if method == TAKE_OVER:
-            if not self.plugin:
-                raise AttributeError(f"'Worker' object has no attribute {method!r}")
-            self.backends.append(BACKEND)
-            return
-        if self.backends[-1] != BACKEND:
-            raise RuntimeError(f"the backend {self.backends[-1]} knows nothing of {kwargs}")
-        self._post(method, {"weight_version": str(self._loaded)} if method == "finish_weight_update" else kwargs)
-        self._loaded = kwargs.get("update_info", {}).get("version", self._loaded)
+        assert not kwargs
+        return self._post("collective_rpc", {"method": method, "args": [*args]})["results"]
 
     def _label(self, version):
         self._post("update_weight_version", {"new_version": version})
@@ -110,7 +100,7 @@ class Offline(Base):
         self._label(version)
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        self._rpc(method, timeout, args, kwargs)
+        return self._rpc(method, timeout, args, kwargs)
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         return self._drop()
@@ -125,7 +115,7 @@ class Online(Base):
         self.begun, self.mode = 0, None
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        self._rpc(method, timeout, args, kwargs)
+        return self._rpc(method, timeout, args, kwargs)
 
     async def pause_generation(self, *, mode, clear_cache):
         self.mode = mode
@@ -173,7 +163,7 @@ class Replica(vllm_async._AsyncLLMEngine):
         sys.modules["vllm"] = vllm = ModuleType("vllm")
         vllm.SamplingParams = vllm.TokensPrompt = dict
         vllm_async._has_vllm = True
-        self.engine = AsyncLLM(net(0), "nccl")
+        self.engine = AsyncLLM(net(0))
 
 
 def said(actor, count=8, version=None):
@@ -186,7 +176,7 @@ class Alone(LLM):
     """What a worker of TorchRL's is: an `LLM` in an actor that does one thing at a time."""
 
     def __init__(self):
-        super().__init__(net(0), "nccl")
+        super().__init__(net(0))
 
     def says(self):
         return says(self.model, 3, 8)

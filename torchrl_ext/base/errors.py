@@ -161,6 +161,38 @@ def parsed(text: str) -> tuple[str, dict[str, str]]:
     return text.rstrip("."), rest
 
 
+def error_info(error: BaseException) -> dict[str, str]:
+    """Return an error as a JSON object, in which an engine's worker answers; `error_from` reverses it.
+
+    It has ``kind`` (the name of the class), ``what``, and the ``expected``, ``state``, ``hint`` and ``code`` that there
+    are. Half of a surrogate pair, which no encoder of a reply takes, becomes ``?``.
+    """
+    parts: dict[str, str | None] = {"what": f"{error}"}
+    if isinstance(error, WeightSyncError):
+        parts = {"what": error.what, "expected": error.expected, "state": error.state, "hint": error.hint}
+        parts["code"] = error.code
+    parts["kind"] = type(error).__name__
+    return {name: text.encode("utf-8", "replace").decode() for name, text in parts.items() if text}
+
+
+def error_from(info: Any) -> EngineRefusedError | DeadlineError:
+    """Return the error of an engine's worker: a `DeadlineError` if it was one there, else an `EngineRefusedError`.
+
+    ``what`` names other kinds of error than those of engines; all parts of the text stay, and so does the code.
+
+    Args:
+        info: as `error_info` returns it; what it lacks, or has of another type, is left out.
+    """
+    given = {name: text for name, text in info.items() if isinstance(text, str)} if isinstance(info, dict) else {}
+    kind, what = given.get("kind", ""), given.get("what", "")
+    more: dict[str, Any] = {name: given[name] for name in ("expected", "state", "hint", "code") if given.get(name)}
+    if kind == "DeadlineError":
+        return DeadlineError(what, **more)
+    engines: tuple[type[EngineError], ...] = (EngineError, *EngineError.__subclasses__(), RouteAbsent)
+    named = not kind or kind in {one.__name__ for one in engines}
+    return EngineRefusedError(what if named else f"{kind}: {what}", **more)
+
+
 def why(error: BaseException) -> str:
     """Return a description of ``error`` to embed in another error's message."""
     return error.what.rstrip(".") if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to an engine's workers: one frozen struct per step of an update.
 
-A message is one JSON object: ``{"format": 6, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
+A message is one JSON object: ``{"format": 7, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
 The engine's client (`torchrl_ext.control`) and plugin choose the route. Workers handle messages in
 `torchrl_ext.sync.engine_worker.EngineWorker.handle`, or, for weights in this process, in
@@ -12,6 +12,7 @@ Anyone who can reach an engine's port can send a message, so decoding checks eve
 
 from __future__ import annotations
 
+import logging
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 import torchrl_ext
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.base.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    error_from,
+    error_info,
+)
 from torchrl_ext.base.types import Count, Info, Params, Part, Seconds, Text, Wire
 
 if TYPE_CHECKING:
@@ -29,11 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT", "NOBODY", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load", "Message",
-    "Poll", "Prefetch", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Start", "State", "Verify",
-    "WeightsLost", "WorldSize", "partial_version", "read", "replaced", "replaced_by", "stamped",
+    "Poll", "Prefetch", "Rehearse", "RehearsePolicy", "Reset", "Start", "State", "Verify", "WeightsLost", "WorldSize",
+    "answered", "answers_of", "partial_version", "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
-FORMAT = 6
+log = logging.getLogger("torchrl_ext")
+
+FORMAT = 7
 """Protocol version; `docs/formats.md` lists the changes."""
 
 NOBODY = "no sender has joined"
@@ -124,6 +134,43 @@ def read(info: Any) -> Message:
     return kinds[kind].from_json(info)
 
 
+def answered(handle: Callable[[Message], Info], text: str) -> Info:
+    """Return a worker's answer to a message as JSON; of a step that failed ``{"error": ...}`` (`error_info`).
+
+    It never raises: engines end their workers, or mix up their replies, after an exception.
+    """
+    try:
+        return handle(read(msgspec.json.decode(text.encode("utf-8", "replace"))))
+    except Exception as error:
+        log.debug("a message was refused", exc_info=True)
+        if isinstance(error, (msgspec.DecodeError, RecursionError)):
+            error = ConfigError(f"a message is not JSON: {error}", state="unchanged")
+        return {"error": error_info(error)}
+
+
+def answers_of(rows: Any, where: str) -> list[Info]:
+    """Return the answers of an engine's workers; of workers that share a process group, one may speak for all.
+
+    Args:
+        rows: what each answered (`answered`).
+        where: the engine, for errors.
+
+    Raises:
+        EngineRefusedError, DeadlineError: a worker answered with an error, or something else than a worker answered.
+    """
+    rows = rows if isinstance(rows, list) else [rows]
+    for row in rows:
+        if not isinstance(row, dict):
+            raise EngineRefusedError(
+                f"{where} answered {reprlib.repr(row)} in place of a worker",
+                expected="the answer of torchrl_ext's plugin in each worker",
+                hint="check that nothing between trainer and engine answers in the engine's place",
+            )
+        if "error" in row:
+            raise error_from(row["error"])
+    return [*rows]
+
+
 class Inspect(Message, frozen=True, kw_only=True):
     """Queries an engine worker's environment (`torchrl_ext.sync.inspection`), independently of any update.
 
@@ -195,7 +242,7 @@ class Poll(Connected, frozen=True, kw_only=True):
 
 
 class Start(Connected, frozen=True, kw_only=True):
-    """Tells workers that the engine is paused, and to prepare for loading.
+    """Tells workers that the engine is paused; it changes no weight, and nobody has to cancel it.
 
     Attributes:
         bracketed: whether SGLang's own ``/begin_weight_update`` was called before.
@@ -226,12 +273,8 @@ class Verify(Connected, frozen=True, kw_only=True):
     digests: Digests
 
 
-class Seal(Connected, frozen=True, kw_only=True):
-    """Tells workers to end the load, because every handoff was sent; after this `Finish` does no work that can fail."""
-
-
 class Finish(Connected, frozen=True, kw_only=True):
-    """Tells workers that the loaded version is in service; they first end a load that was not sealed.
+    """Tells workers that every handoff was sent: they end the load, and once all have, note that the version serves.
 
     Workers refuse it unless that many loads of this version, and of no other, have landed since the `Start`. The answer
     has ``version`` and ``digest``, which say what they hold (`torchrl_ext.sync.receiver.WeightReceiver.finish`), and
@@ -262,7 +305,8 @@ class State(Connected, frozen=True, kw_only=True):
 
     Workers refuse the message if one has. Otherwise the answer to a message without an id has ``whole``, which is false
     after an update that landed only in part (``landing`` is its version), and ``empty: true`` if the weights' memory
-    was released and no update has arrived since. The engine's plugin may add what it knows about pause and sleep.
+    was released and no update has arrived since. The engine's plugin adds ``asleep``, the tags that sleep, and
+    ``paused`` where workers know that.
     """
 
 

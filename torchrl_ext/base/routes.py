@@ -1,13 +1,10 @@
-"""Encoding of messages and answers in the routes of vLLM and SGLang, and the guard of our own routes.
-
-An engine's plugin and its client share these names and functions, and the messages that only SGLang's plugin handles.
-"""
+"""What engines' routes and their clients share: merging of answers, SGLang's channel, the guard of our routes."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
@@ -16,24 +13,23 @@ from torchrl_ext.base.reports import least
 from torchrl_ext.base.types import Info
 
 __all__ = [
-    "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER", "Flush", "Guard",
-    "answers_in", "bears_key", "each_answer", "envelope", "escaped", "merged", "one_by_one", "out_of_step", "unescaped",
-]  # fmt: skip
+    "CALL",
+    "CHANNEL",
+    "FROM_A_PAGE",
+    "MAX_BODY_BYTES",
+    "Flush",
+    "Guard",
+    "bears_key",
+    "called",
+    "confirmed",
+    "merged",
+]
 
-BACKEND = "torchrl_ext"
-"""The name of our weight-transfer backend inside vLLM."""
-
-TAKE_OVER = "torchrl_ext_backend"
-"""Collective RPC that replaces the weight-transfer backend of vLLM's workers with ours."""
+CALL = "torchrl_ext"
+"""The method of vLLM's workers that takes a message as JSON and returns the answer (`torchrl_ext.base.messages`)."""
 
 CHANNEL = "torchrl_ext:"
 """Prefix of our messages to SGLang, which are sent as the ``action`` of its ``/weights_checker``."""
-
-ANSWERS = "torchrl_ext answers: "
-"""Prefix of a JSON answer from vLLM's workers, whose route can return only error messages."""
-
-OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
-"""Text of an engine's refusal to join when ``/finish_weight_update`` has to end an abandoned update first."""
 
 MAX_BODY_BYTES = 64 << 20
 """The most that a body may have: far more than a hundred thousand parameters with long names need."""
@@ -50,6 +46,15 @@ class Flush(Message, frozen=True, kw_only=True):
     """Tells SGLang to flush its KV cache; the answer has ``flushed``, which is false while requests use the cache."""
 
 
+def called(message: Message) -> Info:
+    """Return the body of ``POST /collective_rpc`` for a message, as vLLM and the embedded engine take it.
+
+    vLLM hands on strings only, calls the method on every worker between two steps, and answers ``{"results": [...]}``
+    with the worker's answers in order of rank.
+    """
+    return {"method": CALL, "args": [json.dumps(message.to_json())]}
+
+
 def merged(answers: Sequence[Info]) -> Info:
     """Merge answers of workers or replicas: flags by any or all, ``proof`` by the weakest, other fields by the last."""
     found = {name: value for answer in answers for name, value in answer.items()}
@@ -60,98 +65,22 @@ def merged(answers: Sequence[Info]) -> Info:
     return found
 
 
-def answers_in(content: Any) -> list[Info]:
-    """Return the workers' answers in a route's response, which has them as JSON or inside an error message."""
-    answers = [found for text in _strings(content) for found in _objects(text)]
-    if isinstance(content, dict) and isinstance(content.get("answer"), dict):
-        answers.append(content["answer"])
-    return answers
+def confirmed(answers: Sequence[Info], engines: int, where: str) -> list[Info]:
+    """Return the answers of vLLM's workers to a `Finish`, one per worker, if they are of all ``engines`` at an address.
 
+    Data-parallel replicas are engines, each with workers that agree; vLLM's own client hands on the first one's.
 
-def one_by_one(received: Any, name: Callable[[], str], handle: Callable[[Any], Info]) -> Info:
-    """Have ``handle`` answer a message, which may be in an `envelope`: then the answer has the engine's ``name``."""
-    if not isinstance(received, dict) or "heard" not in received:
-        return handle(received)
-    own, message = name(), received.get("message")
-    if own in received["heard"]:
-        return {}
-    if isinstance(message, dict) and message.get("kind") == "join":
-        message = {**message, "rank_offset": received.get("rank_offset", 1)}
-    answer = handle(message)
-    return answer and {**answer, "engine": own}
-
-
-def envelope(message: Message, heard: Collection[str], world_size: int | None) -> Info:
-    """Return a body for a client of several engines, which may hand on the answer of only one of them.
-
-    Engines that were ``heard`` leave it alone. A client may give each engine's body another ``rank_offset``.
+    Raises:
+        EngineRefusedError: some did not answer.
     """
-    size = {} if world_size is None else {"world_size": world_size}
-    return {"heard": sorted(heard), "message": message.to_json(), "rank_offset": 1, **size}
-
-
-def each_answer(ask: Callable[[Info], list[Info]], message: Message, world_size: int | None = None) -> list[Info]:
-    """Return the answers of several engines behind one address, of which a question brings one: ask until none is left.
-
-    Args:
-        ask: sends a body (`envelope`), and returns the answers that came.
-        message: for every engine; those that were not heard yet get it again.
-        world_size: see `envelope`.
-    """
-    found, heard = list[Info](), set[str]()
-    while True:
-        fresh = [answer for answer in ask(envelope(message, heard, world_size)) if "engine" in answer]
-        fresh = [answer for answer in fresh if answer["engine"] not in heard]
-        if not fresh:
-            return found
-        found += fresh
-        heard |= {answer["engine"] for answer in fresh}
-
-
-def out_of_step(**more: Any) -> EngineRefusedError:
-    """Return the error for a vLLM that answers a call with what its workers replied to another one."""
-    return EngineRefusedError(
-        "replies of the workers are out of step: vLLM answered with those to another call",
-        expected="the replies to this call; a call that failed left some unread",
-        hint="restart the engine",
-        **more,
-    )
-
-
-def escaped(words: str) -> str:
-    """Escape the slashes in a worker's message, because vLLM's server replaces every path in an error with ``<path>``.
-
-    See `sanitize_message` in vLLM 0.32. ``\\/`` is ``/`` in JSON, so JSON stays valid. `unescaped` reverses it.
-    """
-    return words.replace("/", "\\/")
-
-
-def unescaped(words: str) -> str:
-    """Reverse `escaped`; text that was not escaped stays as it is."""
-    return words.replace("\\/", "/")
-
-
-def _strings(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, dict):
-        for value in content.values():
-            yield from _strings(value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _strings(value)
-
-
-def _objects(text: str) -> Iterator[Info]:
-    """Yield the JSON objects after each `ANSWERS`, or between bars, as in answers of SGLang's data-parallel ranks."""
-    pieces = text.split(ANSWERS)[1:] or text.split(" | ")
-    for piece in pieces:
-        try:
-            found, _ = json.JSONDecoder().raw_decode(piece.strip())
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
+    expected = engines * max((answer.get("workers", 1) for answer in answers), default=1)
+    if len(answers) != expected:
+        raise EngineRefusedError(
+            f"{len(answers)} worker(s) of {where} say that they hold the version",
+            expected=f"{expected}, of {engines} engine(s)",
+            hint="install this package where vLLM's server runs, too: its own client hears the first replica alone",
+        )
+    return [{**answer, "workers": 1} for answer in answers]
 
 
 def bears_key(authorization: str | None, keys: Collection[str]) -> bool:

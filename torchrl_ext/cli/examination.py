@@ -17,7 +17,6 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedErr
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.base.registry import engines as makes
 from torchrl_ext.base.reports import PROOFS
-from torchrl_ext.base.routes import BACKEND
 from torchrl_ext.base.types import EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.http import HTTPSession, normalise_url
@@ -34,8 +33,8 @@ __all__ = [
 ]  # fmt: skip
 
 _PLUGIN = {
-    "vllm": "install torchrl_ext in the engine's environment and start it with --weight-transfer-config "
-    f'\'{{"backend": "{BACKEND}"}}\'; `torchrl-ext serve vllm` does both',
+    "vllm": "install torchrl_ext in the engine's environment, and name it in VLLM_PLUGINS if that is set; "
+    "`torchrl-ext serve vllm` does it",
     "sglang": "install torchrl_ext in the engine's environment; `torchrl-ext serve sglang` does it",
 }
 _SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
@@ -197,7 +196,7 @@ def _plugin(engine: Examined) -> Iterator[Finding]:
         found = "maps a daemon's weights (--load-format ipc_cache), so an update would also change other engines"
         yield failure("plugin", found, "an engine with weights of its own", "start it with another --load-format")
     elif not names:
-        yield failure("plugin", "follows by no transport", f"weight-transfer backend {BACKEND!r}", remedy)
+        yield failure("plugin", "follows by no transport", "our plugin, or weights from files", remedy)
     elif wanted is not None and wanted not in info.transports:
         yield failure("plugin", f"follows by {names}", f"transport {wanted!r}", remedy)
     elif info.stock:

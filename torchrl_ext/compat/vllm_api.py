@@ -16,15 +16,14 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start, Verify
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import SyncReport
-from torchrl_ext.base.routes import ANSWERS, BACKEND, answers_in, each_answer
 from torchrl_ext.base.types import EngineInfo, Info, ParamMeta
+from torchrl_ext.compat.vllm_words import BACKEND, answers_in, each_answer
 from torchrl_ext.control.client import NullEngine
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import Answer
-from torchrl_ext.control.makes.vllm import explained
 from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.data.weights.blocks import Shard
 from torchrl_ext.data.weights.source import WeightSource, checked, gathered_in_order, live_shards
@@ -187,12 +186,13 @@ class ClientPort(Port):
         match message:
             case Join():
                 self._refuse(message)
+                with suppress(EngineRefusedError):  # an earlier trainer may have left an update open
+                    self._call(self._client.finish_weight_update)
             case Start():
                 return self._call(self._client.start_weight_update)
-            case Load() | Verify() | Seal():
+            case Load() | Verify():
                 return self._call(self._client.update_weights, message.to_json())
             case Finish():
-                self.call(Seal(connection=message.connection))
                 answers, finish = self._ask(message), self._client.finish_weight_update
                 labels = "weight_version" in inspect.signature(finish).parameters  # TRL's takes none
                 self._call(finish, **({"weight_version": str(message.version)} if labels else {}))
@@ -223,11 +223,10 @@ class ClientPort(Port):
             method(*args, **named)
         except Exception as error:
             answer, content = _answer_of(error, self.url)
-            answers = answers_in(content) if ANSWERS in answer.text else []
+            answers = answers_in(content)
             if not answers:
-                with explained():
-                    raise _restated(error, answer) from error
-            return [one for number, one in enumerate(answers) if one not in answers[:number]]  # a traceback repeats it
+                raise _restated(error, answer) from error
+            return answers
         return []
 
 
@@ -245,14 +244,25 @@ def _answer_of(error: Exception, where: str) -> tuple[Answer, Any]:
 
 
 def _restated(error: Exception, answer: Answer) -> Exception:
-    names, what = " ".join(base.__name__ for base in type(error).__mro__), f"{answer.where}: {answer.message()}"
+    names, words = " ".join(base.__name__ for base in type(error).__mro__), answer.message().replace("\\/", "/")
+    what = f"{answer.where}: {words}"
+    reason: dict[str, Any] = {"status": answer.status, "reason": words}
     if getattr(error, "response", None) is None:
         if "Timeout" in names:
             return DeadlineError(what, state="the server may still be working on the call")
         if isinstance(error, OSError) or "Connect" in names or "ActorDied" in names:
             return EngineUnreachableError(what, hint="check that the server runs, and the client's address")
-    kind = RouteAbsent if answer.absent else EngineRefusedError
-    return kind(what, status=answer.status, reason=answer.message())
+    if answer.absent:
+        hint = (
+            "start the server with VLLM_SERVER_DEV_MODE=1 in its environment; vLLM has these routes only in that mode"
+        )
+        return RouteAbsent(what, expected="vLLM's RL routes", hint=hint, **reason)
+    if "not configured" in words or "Invalid init_info" in words:
+        hint = (
+            f'install torchrl_ext beside vLLM and start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+        )
+        return EngineRefusedError(what, expected=f"weight-transfer backend {BACKEND!r}", hint=hint, **reason)
+    return EngineRefusedError(what, **reason)
 
 
 with suppress(ImportError):

@@ -500,12 +500,14 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             )
         self._part, self._direct = names, direct
 
-    def start(self) -> None:
+    def ready(self) -> None:
         self._refuse_asleep()
-        if self._part is None:
-            self._follow()
-        else:
+        if self._part is not None:
             self._refuse_moved()
+
+    def start(self) -> None:
+        self.ready()
+        self._follow()
         self.compare_start()
         self.forget()
         self.modified = self.modified or not self._rehearsing

@@ -2,7 +2,8 @@
 
 Joining a transport and staging a version wait for other processes, so they run in a thread: the engine keeps
 generating, and a missing trainer blocks nothing. `Poll` reports whether the thread is done. Workers agree after each
-step: if any of them failed, all raise the errors of all.
+step: if any of them failed, all raise the errors of all. What leaves a worker is an answer, never an exception
+(`torchrl_ext.base.messages.answered`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from typing import Any
 
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.devices import current, recorded, settle, wait_for
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
+from torchrl_ext.base.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineRefusedError,
+    NotConnectedError,
+    error_from,
+    error_info,
+)
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State, answered
 from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import Info
 from torchrl_ext.data.landing.loader import WeightLoader
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 
-__all__ = ["EngineWorker", "joined", "together", "words_of"]
+__all__ = ["EngineWorker", "together"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -67,12 +75,16 @@ class EngineWorker:
             The answer, JSON-safe and possibly empty.
 
         Raises:
-            EngineError: a worker failed; every worker raises it, with the errors of all.
+            EngineRefusedError, DeadlineError: a worker failed; every worker raises it, with the errors of all.
             EngineRefusedError: another sender has joined since; workers check this without `agree`.
         """
         self.receiver.refuse_replaced(message)
         with current(self.receiver.device):
             return self._answer(message)
+
+    def answer(self, text: str) -> Info:
+        """Handle a message in JSON as `handle` does, and return its answer, or its error (`answered`)."""
+        return answered(self.handle, text)
 
     def _answer(self, message: Message) -> Info:
         match message:
@@ -105,7 +117,7 @@ class EngineWorker:
         """Run ``steps`` in order on every worker of this engine; call ``on_failure`` on a worker where one fails.
 
         Raises:
-            EngineError: on every worker, if any worker failed.
+            EngineRefusedError, DeadlineError: on every worker, if any worker failed.
         """
         together(self._agree, *steps, on_failure=on_failure)
 
@@ -144,7 +156,8 @@ class EngineWorker:
         """Return an answer that every worker of this engine gives, with their number."""
         answers = self._agree(json.dumps(answer))
         if len(set(answers)) > 1:
-            raise EngineError(f"the engine's workers hold different weights: {joined(answers)}", hint="send them again")
+            what = f"the engine's workers hold different weights: {_by_worker(answers)}"
+            raise EngineRefusedError(what, hint="send them again")
         return {**answer, "workers": len(answers)}
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
@@ -165,19 +178,19 @@ class EngineWorker:
         job = self._staging
         if job is _OVER:
             return False  # polled again only because another replica of a data-parallel server is still working
-        words, error = _WORKING, None
+        said, error = _WORKING, None
         if job is None:
-            words = words_of(NotConnectedError("no step has been started", hint="connect or prefetch first"))
+            said = _said(NotConnectedError("no step has been started", hint="connect or prefetch first"))
         elif job.done():
             error = job.exception()
-            words = "" if error is None else words_of(error)
-        answers = self._agree(words)
-        failures = ["" if said == _WORKING else said for said in answers]
+            said = "" if error is None else _said(error)
+        answers = self._agree(said)
+        failures = ["" if one == _WORKING else one for one in answers]
         if any(failures):
             self.receiver.abort()  # this worker may wait for the failed ones
             if error is not None:
                 log.error("a background step failed on worker %d", self._rank, exc_info=error)
-            raise EngineError(joined(failures))
+            raise _joined(failures)
         if any(answers):
             return True
         self._staging = None
@@ -210,32 +223,40 @@ def together(
         agree: as for `EngineWorker`.
 
     Raises:
-        EngineError: on every worker, if any worker failed.
+        EngineRefusedError, DeadlineError: on every worker, if any worker failed.
     """
-    words = ""
+    said = ""
     try:
         for step in steps:
             step()
     except Exception as error:
-        words = words_of(error)
+        said = _said(error)
         log.error("a step failed on this worker", exc_info=error)
         on_failure()
-    failures = agree(words)
+    failures = agree(said)
     if any(failures):
-        raise EngineError(joined(failures))
+        raise _joined(failures)
 
 
-def words_of(error: BaseException) -> str:
-    """Return the text in which a worker reports an error to the others."""
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+def _said(error: BaseException) -> str:
+    return json.dumps(error_info(error))
 
 
-def joined(failures: list[str]) -> str:
-    """Join the workers' errors into one line, grouping workers with the same error."""
+def _joined(failures: list[str]) -> EngineRefusedError | DeadlineError:
+    """Return one error for those of several workers (none is ""), with the parts of the first."""
+    errors = {said: error_from(json.loads(said)) for said in failures if said}
+    first = next(iter(errors.values()))
     if len(failures) == 1:
-        return failures[0]
+        return first
+    what = _by_worker([errors[said].what if said else "" for said in failures])
+    code = next((error.code for error in errors.values() if error.code), "")
+    return type(first)(what, expected=first.expected, state=first.state, hint=first.hint, code=code)
+
+
+def _by_worker(words: list[str]) -> str:
+    """Join the words of workers, grouping those that say the same."""
     ranks: dict[str, list[str]] = {}
-    for rank, words in enumerate(failures):
-        if words:
-            ranks.setdefault(words, []).append(str(rank))
-    return "; ".join(f"worker {', '.join(numbers)}: {words}" for words, numbers in ranks.items())
+    for rank, said in enumerate(words):
+        if said:
+            ranks.setdefault(said, []).append(str(rank))
+    return "; ".join(f"worker {', '.join(numbers)}: {said}" for said, numbers in ranks.items())

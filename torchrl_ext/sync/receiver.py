@@ -94,6 +94,7 @@ class WeightReceiver:
         self._staged: Changes | None = None
         self._part: Part | None = None  # set while a partial update is under way
         self._sealed = self._loading = False  # a load, past its `finish`; a load, not a commit of changes
+        self._open = False  # between `start` and `finish`, unless the engine was resumed
         self._loads: list[int] = []  # versions of the loads that landed since `start`
         self._compared = ""  # digest over the digests with which the model was compared since then
         self._reads_back = False  # the trainer sends no digests, and wants to know what the model holds
@@ -149,8 +150,6 @@ class WeightReceiver:
                 self.load(message)
             case messages.Verify():
                 self.verify(message.digests)
-            case messages.Seal():
-                self.seal()
             case messages.Finish():
                 return self.finish(message)
             case messages.Reset():
@@ -225,7 +224,7 @@ class WeightReceiver:
         self._end = kind.join(offer, here, self._deadline())
         if self.held.base:  # that number belongs to the previous sender or connection
             self.held = replace(self.held, base=None)
-        self._staged, self._joined, self._loads = None, message.params, []
+        self._staged, self._joined, self._loads, self._open = None, message.params, [], False
         self._expect(None)
 
     def rehearse(self, message: messages.Rehearse) -> Info:
@@ -304,17 +303,33 @@ class WeightReceiver:
                 self._require_patchable().confirm()
 
     def start(self) -> None:
-        """Prepare for loading in the idle engine."""
+        """Begin a version in the idle engine; no weight or layer changes before the first load.
+
+        Raises:
+            EngineRefusedError, StaleBaseError: a load cannot begin (`WeightLoader.ready`).
+        """
         self._require_end()
-        self._sealed = self._loading = False
+        self._open = self._sealed = self._loading = False
         self._loads, self._compared, self._arrived = [], "", Digests()
-        if self._staged is None:
-            self._begin()
+        self._require_loader().ready()
+        self._open = True
+
+    def give_up(self) -> None:
+        """Note that the engine goes on without the version that was started; nothing more of it may be loaded."""
+        self._open = False
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise NotConnectedError(
+                "no weight update is open: none was started, or the engine was resumed or slept since",
+                expected="`Start`, while the engine is paused",
+                state="nothing was changed",
+            )
 
     def _begin(self) -> None:
-        self._loading = True
         self._spoil()
         self._require_loader().start()
+        self._loading = True
 
     def load(self, message: messages.Load) -> None:
         """Load one handoff, or commit the staged changes if they are for its version.
@@ -324,6 +339,7 @@ class WeightReceiver:
             WeightSyncError: receiving or loading failed.
         """
         loader, end = self._require_loader(), self._require_end()
+        self._require_open()
         staged, self._staged = self._staged, None
         loads, self._loads, self._compared = self._loads, [], ""  # forgotten if it fails
         if staged is not None and staged.reached[1] == message.version:
@@ -339,7 +355,7 @@ class WeightReceiver:
                 expected="the tensors that the prefetch announced",
                 hint=_AGAIN,
             )
-        if self.held.intact:  # `start` left this out because of staged changes, which are for another version
+        if not self._loading:
             self._begin()
         self._spoil(landing=message.version)  # before receiving, because a transport may write into the model's memory
         arrival = Arrival(version=message.version, params=self.params_of(message), info=message.handoff)
@@ -362,6 +378,7 @@ class WeightReceiver:
         Raises:
             IntegrityError: a parameter differs from what the trainer sent; the message names the first one.
         """
+        self._require_open()
         self.seal()
         loads, self._loads = self._loads, []  # forgotten if they differ
         self._compare(expected, self._read_back())
@@ -429,7 +446,8 @@ class WeightReceiver:
         self.due(message)
         if self._loading:  # what loading took is wanted by others: a trainer on this device, a KV cache that wakes up
             free_cached()
-        self.version = message.version
+            self._loading = False
+        self._open, self.version = False, message.version
         self.held, self._sealed = WeightsState(base=self.version, intact=True), False
         self._expect(None)
         return {"version": self.version, "digest": self._compared}

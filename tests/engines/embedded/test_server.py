@@ -10,9 +10,10 @@ import torch
 import torchrl_ext as tx
 from tests.engines.embedded import served_here
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.sync.by_hand import told
 from tests.sync.ends import made
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.messages import Join
+from torchrl_ext.base.messages import Finish, Join, Load, State
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.data.landing.loader import as_loader
 from torchrl_ext.data.weights.derived import as_source
@@ -99,8 +100,10 @@ def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status,
 
 
 def test_a_step_out_of_turn_is_refused(http):
-    answer = http.post("/finish_weight_update", json={"weight_version": "1"})
-    assert answer.status_code == 409, answer.text
+    http.post("/pause?mode=keep")
+    for message in (Load(version=1, handoff={}), Finish(version=1)):
+        assert told(http, message)["error"]["kind"] in ("NotConnectedError", "EngineRefusedError")
+    assert told(http, State())["whole"] and http.post("/resume").status_code == 200
 
 
 def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeypatch, caplog):
@@ -110,14 +113,14 @@ def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeyp
     assert "secret" in caplog.text
 
 
-def test_is_sleeping_reports_tags_pause_emptiness_and_wholeness(http, in_service):
+def test_state_has_tags_pause_emptiness_and_wholeness(http, in_service):
     in_service(0)
 
     def state():
-        told = http.get("/is_sleeping").json()
-        assert told["is_sleeping"] == bool(told["tags"])
-        assert told["is_paused"] == http.get("/is_paused").json()["is_paused"]
-        return told["tags"], told["is_paused"], told["empty"], told["whole"]
+        answer = told(http, State())
+        assert http.get("/is_sleeping").json()["is_sleeping"] == bool(answer["asleep"])
+        assert answer["paused"] == http.get("/is_paused").json()["is_paused"]
+        return answer["asleep"], answer["paused"], answer.get("empty", False), answer["whole"]
 
     assert state() == ([], False, False, True)
     for level, expected in (("0", []), ("1", ["kv_cache", "weights"]), ("2", ["kv_cache", "weights"])):
@@ -147,9 +150,9 @@ def test_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_pat
                 for parameter in own.parameters():
                     parameter.mul_(1.01)
             report = sender.update_weights()
-            told = http.get("/weights_digest").json()
-            assert told["digests"] == as_loader(own).digests()
-            assert told["weight_version"] == str(report.version) == http.get("/weight_info").json()["weight_version"]
+            found = http.get("/weights_digest").json()
+            assert found["digests"] == as_loader(own).digests()
+            assert found["weight_version"] == str(report.version) == http.get("/weight_info").json()["weight_version"]
             (found,) = client.generate([PROMPT], max_tokens=32, temperature=0.0, ignore_eos=True)
             assert list(found.token_ids) == greedy(own, PROMPT, 32)
             (span,) = found.weight_versions
@@ -159,11 +162,7 @@ def test_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_pat
 
 def test_unreachable_transport_is_refused_with_usable_ones(http):
     for name in ("memory", "pigeon"):
-        answer = http.post(
-            "/init_weight_transfer_engine", json={"init_info": Join(transport=name, params=(), offer={}).to_json()}
-        )
-        assert answer.status_code == 400
-        _, _, expected = answer.json()["error"]["message"].partition("Expected: ")
+        expected = told(http, Join(transport=name, params=(), offer={}))["error"]["expected"]
         assert "collective" in expected and "disk" in expected and "memory" not in expected
 
 
@@ -173,8 +172,9 @@ def test_health_answers_during_a_join_and_another_trainer_joins(server, http, in
     offer = absent.open(1, params, Deadline(60)).info
 
     def join():
-        body = {"init_info": Join(transport=absent.name, params=params, world_size=2, offer=offer).to_json()}
-        answers.append(httpx.post(f"{server.url}/init_weight_transfer_engine", json=body, timeout=120))
+        message = Join(transport=absent.name, params=params, world_size=2, offer=offer)
+        with httpx.Client(base_url=server.url, timeout=120) as waiting:
+            answers.append(told(waiting, message))
 
     thread = threading.Thread(target=join)
     thread.start()
@@ -183,7 +183,7 @@ def test_health_answers_during_a_join_and_another_trainer_joins(server, http, in
     with sender_to(server, "collective", tmp_path) as sender:
         assert sender.update_weights(model(1)).verified
     thread.join(timeout=60)
-    assert answers[0].status_code >= 400
+    assert "error" in answers[0]
     absent.shutdown()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_ext.base.errors import EngineRefusedError, why
-from torchrl_ext.base.routes import BACKEND
+from torchrl_ext.base.routes import CALL
 from torchrl_ext.base.types import STOCK, EngineInfo
 from torchrl_ext.control.http import HTTPSession
 
@@ -31,6 +31,9 @@ class ServerInfo:
     Attributes:
         info: the engine; ``transports`` are the ones that work without our plugin.
         dtype: the model's dtype, as the engine names it; "" if unknown.
+        has_plugin: whether a vLLM server, or the embedded engine, has our plugin, whose workers report their
+            transports.
+        engines: data-parallel replicas that answer at the address.
         transfer_backend: a vLLM server's weight-transfer backend.
         is_guest: whether a vLLM server maps weights that a daemon owns (``--load-format ipc_cache``). An update in
             place would change them for every engine that maps them, now or later.
@@ -44,6 +47,8 @@ class ServerInfo:
 
     info: EngineInfo
     dtype: str = ""
+    has_plugin: bool = False
+    engines: int = 1
     transfer_backend: str | None = None
     is_guest: bool = False
     is_multimodal: bool = False
@@ -51,11 +56,6 @@ class ServerInfo:
     stores_keys: bool = False
     copies: str = ""
     has_backup: bool = False
-
-    @property
-    def has_backend(self) -> bool:
-        """Whether a vLLM server runs our weight-transfer backend, whose workers report their transports."""
-        return self.transfer_backend == BACKEND and not self.is_guest
 
     def serving(self, *, world_size: Any = None, weight_version: Any = None, model: Any = None) -> EngineInfo:
         """Return `info` with current values from other routes; None keeps the value of `info`.
@@ -151,19 +151,23 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
     config, system = answer["vllm_config"], _mapping(answer, "system_env")
     transfer, model = _mapping(config, "kv_transfer_config"), _mapping(config, "model_config")
     load = _mapping(config, "load_config").get("load_format")
-    backend = _mapping(config, "weight_transfer_config").get("backend")
+    backend, parallel = _mapping(config, "weight_transfer_config").get("backend"), _mapping(config, "parallel_config")
+    apart = any(parallel.get(f"data_parallel_{how}_lb") is True for how in ("external", "hybrid"))
+    local = 1 if parallel.get("data_parallel_external_lb") is True else parallel.get("data_parallel_size_local")
     names = STOCK if backend == "nccl" else STOCK[:1]
     info = _engine(
         url,
         "vllm",
         {"version": system.get("vllm_version"), "model": model.get("model"), **answer},
-        _mapping(config, "parallel_config"),
+        parallel,
         role=answer.get("worker_type") or _ROLES.get(str(transfer.get("kv_role"))),
         transports=() if load in _LOADS_NO_FILES else names,
     )
     return ServerInfo(
         info=info,
         dtype=_dtype(model),
+        has_plugin=CALL in _mapping(config, "additional_config") and load != _GUEST,
+        engines=_count(url, "data_parallel_size_local", local if apart else info.dp_size),
         transfer_backend=None if backend is None else str(backend),
         is_guest=load == _GUEST,
         is_multimodal=bool(model.get("multimodal_config")),
@@ -176,7 +180,7 @@ def _embedded(url: str, answer: Mapping[str, Any]) -> ServerInfo:
     transports = tuple(map(str, named)) if isinstance(named, list) else ()
     role = answer.get("worker_type")
     info = _engine(url, str(answer["engine"]), answer, sizes, role=role, transports=transports)
-    return ServerInfo(info=info, dtype=_dtype(answer))
+    return ServerInfo(info=info, dtype=_dtype(answer), has_plugin=True)
 
 
 def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:

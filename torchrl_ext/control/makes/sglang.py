@@ -49,7 +49,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Start, State
+from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Start, State, answers_of
 from torchrl_ext.base.registry import Make
 from torchrl_ext.base.routes import CHANNEL, Flush, merged
 from torchrl_ext.base.types import EngineInfo, Info
@@ -178,9 +178,10 @@ class SGLangPort(HTTPPort):
         body = {"action": CHANNEL + json.dumps(message.to_json())}
         answer = self._post("/weights_checker", body, timeout_s=timeout_s)
         try:
-            return [dict(json.loads(text)) for text in answer["message"].split(" | ")]  # SGLang's separator
+            rows = [json.loads(text) for text in answer["message"].split(" | ")]  # SGLang's separator
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self.url}/weights_checker answered {answer!r}", hint=_PLUGIN) from None
+        return answers_of(rows, f"{self.url}/weights_checker")
 
     def _open_session(self) -> None:
         """Begin a session, after ending one that a trainer left open."""

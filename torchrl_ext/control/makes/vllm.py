@@ -1,111 +1,89 @@
-"""Clients of vLLM servers and of the embedded engine, over vLLM's weight-transfer routes.
+"""Clients of vLLM servers and of the embedded engine.
 
-Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
-`vllm.entrypoints.serve.dev.sleep.api_router`, 0.32). If the server runs our backend, our messages
-(`torchrl_ext.base.messages`) travel in the bodies:
+Routes and bodies are vLLM's (`vllm.entrypoints.serve.dev` and `vllm.entrypoints.rl.online`, 0.32), which it has with
+``VLLM_SERVER_DEV_MODE=1``:
 
 ==========================================  ====================================================================
-``POST /init_weight_transfer_engine``       ``{"init_info": message}``: messages that load nothing. Answers come in an
-                                            error's text (`torchrl_ext.base.routes.ANSWERS`); the embedded engine
-                                            answers ``{"answer": {...}}``
+``POST /collective_rpc``                    ``{"method": "torchrl_ext", "args": ["{...}"]}``: a message
+                                            (`torchrl_ext.base.messages`) for every worker, as JSON. The answer has
+                                            ``results``, one object per worker in order of rank
+``GET /is_paused``                          the embedded engine says it in the answer to `State`
 ``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, a parameter that vLLM is about to remove
-``POST /start_weight_update``
-``POST /update_weights``                    ``{"update_info": message}``: `Load`, `Verify`, or `Seal` at the end
-``POST /finish_weight_update``              ``{"weight_version": "7"}``; without a body it ends a failed update that is
-                                            still open
+``POST /update_weight_version``             ``{"new_version": "7"}``, after `Finish`
 ``POST /reset_prefix_cache``                preempts running requests and drops their keys and values, which the old
                                             weights computed, and the ones that a KV connector keeps elsewhere
 ``POST /reset_encoder_cache``               multimodal models: drops image embeddings of the old weights
 ``POST /resume``
 ``POST /sleep?level=0|1|2&mode=``           0 pauses; 1 moves weights to the host, drops keys and values; 2 drops both
-``POST /wake_up?tags=``                     ``weights`` or ``kv_cache``; without tags, all. Waking the last part also
-                                            resumes the engine
+``POST /wake_up?tags=``                     ``weights`` or ``kv_cache``. Waking the last part also resumes the engine
 ``POST /release_kv_cache_memory``           drops only keys and values
-``GET /is_sleeping``                        false for an engine that serves. Our plugin and the embedded engine add
-                                            ``is_paused``, ``tags``, ``dropped``, ``empty`` and ``whole``
+``GET /server_info?config_format=json``     ``additional_config`` has ``torchrl_ext`` if the plugin is there
 ``POST /inference/v1/generate``             with ``prompt_logprobs``: log-probabilities of given tokens
 ``POST /v1/load_lora_adapter``              ``{"lora_name", "lora_path", "load_inplace": true}``
 ``POST /v1/unload_lora_adapter``            ``{"lora_name"}``; ``GET /v1/models`` lists adapters
 ==========================================  ====================================================================
 
-A server without our backend takes full versions from files, or broadcasts if it was started with backend ``"nccl"``. It
-does not report its weights afterwards, and only logs a line when it drops an unknown name, so only its outputs prove an
-update (``verify="outputs"``).
+A server without our plugin takes full versions from files, or broadcasts if it was started with weight-transfer backend
+``"nccl"``. It does not report its weights afterwards, and only logs a line when it drops an unknown name, so only its
+outputs prove an update (``verify="outputs"``).
 
 ==========================================  ====================================================================
-``POST /init_weight_transfer_engine``       ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``
+``POST /collective_rpc``                    ``{"method": "reload_weights", "kwargs": {"weights_path"}}``: files
+``POST /init_weight_transfer_engine``       ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``, where the
+                                            server was started with weight-transfer backend ``"nccl"``
+``POST /start_weight_update``
 ``POST /update_weights``                    ``{"update_info": {"names", "dtype_names", "shapes"}}``, several times
+``POST /finish_weight_update``              ``{"weight_version": "7"}``
 ``POST /shutdown_weight_transfer_engine``
-``POST /collective_rpc``                    ``{"method": "reload_weights", "kwargs": {"weights_path"}}``
-``POST /update_weight_version``             ``{"new_version"}``, after files
 ==========================================  ====================================================================
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Seal, Start, Verify
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Start, State, answers_of
 from torchrl_ext.base.registry import Make
-from torchrl_ext.base.routes import (
-    ANSWERS,
-    BACKEND,
-    answers_in,
-    each_answer,
-    out_of_step,
-    unescaped,
-)
+from torchrl_ext.base.routes import called, confirmed, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
-from torchrl_ext.control.makes.server_info import ServerInfo, known_info, server_info
-from torchrl_ext.control.port import TAGS, EngineState, named_tags, no_adapters, restated
+from torchrl_ext.control.makes.server_info import known_info, server_info
+from torchrl_ext.control.port import EngineState, no_adapters, restated
 
-__all__ = [
-    "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained",
-    "vllm_engine",
-]  # fmt: skip
+log = logging.getLogger("torchrl_ext")
 
+__all__ = ["EMBEDDED", "PLUGIN", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "vllm_engine"]
+
+PLUGIN = (
+    "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve vllm` "
+    "start the server; if VLLM_PLUGINS is set, add torchrl_ext to it"
+)
+"""What to do about a server without the plugin."""
+
+_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment; vLLM has these routes only in that mode"
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
-_STEPS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 _COPYING_S = 10.0
 _KINDS = ("vllm", "embedded")  # the kinds of engine that have these routes
 
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
 """Settings that score a prompt: ``prompt_logprobs`` 0 returns only its own tokens; the sampled token is not used."""
 
-_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment; vLLM has these routes only in that mode"
-_FLAGS = (
-    "install torchrl_ext in the engine's environment (it needs no trainer packages) and start the server with "
-    f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1, or let '
-    "`torchrl-ext serve vllm` do both"
-)
-
-_EXECUTORS = re.compile(
-    r"Call to \w+ method failed: "
-    r"(?:Worker failed with error '(?=.*please check the stack))?"
-    r"(?P<words>.*?)"
-    r"(?:', please check the stack trace above for the root cause)?\.?$",
-    re.DOTALL,
-)
-"""Matches the text that vLLM's executors wrap around a worker's error message."""
-
 
 class VLLMPort(HTTPPort):
-    """A vLLM server whose workers run our weight-transfer backend."""
+    """A vLLM server whose workers have our plugin."""
 
     kind: ClassVar[str] = "vllm"
     fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("/pause", "/resume"), ("status",)),
-        **dict.fromkeys(_STEPS, ("message",)),
         "/collective_rpc": ("results",),
         "/update_weight_version": ("success",),
     }
@@ -115,45 +93,42 @@ class VLLMPort(HTTPPort):
     )
 
     def describe(self) -> EngineInfo:
-        facts, size = server_info(self.http, _KINDS), self._ask("/get_world_size", "world_size")
-        return self._described(facts, size, str(self._ask("/weight_info", "weight_version")))
+        self._facts, size = server_info(self.http, _KINDS), self._ask("/get_world_size", "world_size")
+        return self._described(size, str(self._ask("/weight_info", "weight_version")))
 
-    def _described(self, facts: ServerInfo, world_size: Any, weight_version: Any) -> EngineInfo:
-        info = facts.serving(world_size=world_size, weight_version=weight_version)
-        return replace(info, transports=self._followed) if self.plugin and self.kind == "vllm" else info
+    def _described(self, world_size: Any, weight_version: Any) -> EngineInfo:
+        info = self._facts.serving(world_size=world_size, weight_version=weight_version)
+        return replace(info, transports=self.followed()) if self.plugin and self.kind == "vllm" else info
+
+    def followed(self) -> tuple[str, ...]:
+        """Return the transports that the workers can follow, or () if they do not say."""
+        try:
+            return self._followed if self._followed or self.has_plugin() else ()
+        except (EngineError, DeadlineError) as error:
+            log.warning("%s does not report which transports it can follow: %s", self.url, error)
+            return ()
 
     def paused(self) -> bool:
         return bool(self._ask("/is_paused", "is_paused"))
 
     def state(self) -> EngineState:
-        answer = self._answered("/is_sleeping", "is_sleeping")
-        return EngineState(
-            asleep=named_tags(answer.get("tags")) & TAGS,
-            empty=bool(answer.get("empty") or answer.get("dropped")),
-            whole=answer.get("whole"),
-        )
+        return EngineState.of(self.call(State()))
 
     def call(self, message: Message) -> list[Info]:
         match message:
-            case Join():
-                self._refuse()
-                return self._initialise(message.to_json())
             case Leave():
                 return []
+            case Join():
+                self._refuse()
+        answer = self._post("/collective_rpc", called(message), timeout_s=self.timeout_s)
+        answers = answers_of(answer["results"], f"{self.url}/collective_rpc")
+        match message:
             case Start():
-                self._post("/start_weight_update")
-                self.drop_cached()
-            case Load() | Verify() | Seal():
-                self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
+                self._drop_cached()
             case Finish():
-                self.call(Seal(connection=message.connection))
-                several = self._facts.info.dp_size > 1  # an answer of one replica does not hide another one's refusal
-                answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
-                self._post("/finish_weight_update", {"weight_version": str(message.version)})
-                return answers
-            case _:
-                return self._initialise(message.to_json())
-        return []
+                answers = confirmed(answers, self._facts.engines, self.url)
+                self._post("/update_weight_version", {"new_version": str(message.version)})
+        return answers
 
     def _refuse(self) -> None:
         """Refuse a sender that this server would follow wrongly."""
@@ -172,17 +147,7 @@ class VLLMPort(HTTPPort):
                 state="nothing was sent",
             )
 
-    def _initialise(self, info: Info) -> list[Info]:
-        """Send workers a message that loads nothing."""
-        route, body = "/init_weight_transfer_engine", {"init_info": info}
-        with explained():
-            answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
-            if ANSWERS in answer.text:  # in an error, whose own message would be shortened
-                with suppress(ValueError):
-                    return answers_in(answer.json())
-            return answers_in(answer.checked_json(*self.fields[route]))
-
-    def drop_cached(self) -> None:
+    def _drop_cached(self) -> None:
         if self._settings.keep_cache:
             return
         # a connector may still be copying keys and values
@@ -201,7 +166,7 @@ class VLLMPort(HTTPPort):
         return answer["success"] is True
 
     def pause(self) -> None:
-        # `drop_cached` follows the load; until then the cache matches the weights, and a failed update keeps it
+        # the cache matches the weights until an update starts
         query = {"mode": self._settings.pause_mode, "clear_cache": "false"}
         self._post("/pause", query=query, timeout_s=self.timeout_s)
 
@@ -211,9 +176,9 @@ class VLLMPort(HTTPPort):
     def sleep(self, level: int, tags: frozenset[str]) -> None:
         if tags == frozenset({"kv_cache"}):
             self._post("/release_kv_cache_memory", timeout_s=self.timeout_s)
-            return
-        query = {"level": level, "mode": self._settings.pause_mode, "tags": sorted(tags, reverse=True)}
-        self._post("/sleep", query=query, timeout_s=self.timeout_s)
+        else:
+            query = {"level": level, "mode": self._settings.pause_mode}
+            self._post("/sleep", query=query, timeout_s=self.timeout_s)
 
     def wake(self, tags: frozenset[str]) -> None:
         for tag in sorted(tags, reverse=True):  # weights first: waking the last part resumes the engine
@@ -231,74 +196,52 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def _ask(self, route: str, field: str) -> Any:
-        return self._answered(route, field)[field]
-
-    def _answered(self, route: str, field: str) -> Info:
-        """Return the answer to ``GET route``, which must have ``field``."""
-        with explained():
-            answer = self.http.get(route)
+        """Return a field of the answer to ``GET route``."""
+        answer = _in_dev_mode(lambda: self.http.get(route))
         if not isinstance(answer, dict) or field not in answer:
             what = f"GET {self.url}{route} answered {str(answer)[:120]!r}"
             raise EngineRefusedError(what, expected=f"an object with {field!r}")
-        return answer
+        return answer[field]
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
-        with explained():
-            answer = super()._post(route, body, **how)
+        answer = _in_dev_mode(lambda: super(VLLMPort, self)._post(route, body, **how))
         return answer if isinstance(answer, dict) else {}
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Add a hint to errors about missing routes and backends, and strip the words of vLLM's executors from others."""
+def _in_dev_mode(ask: Callable[[], Any]) -> Any:
+    """Return what a route answers; add a hint to the error of a route that is absent."""
     try:
-        yield
+        return ask()
     except RouteAbsent as error:
         raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
-    except EngineRefusedError as error:
-        if ANSWERS in error.reason:  # `VLLMPort._initialise` takes the answers to messages
-            raise out_of_step(status=error.status) from error
-        more = {"expected": f"weight-transfer backend {BACKEND!r}", "hint": _FLAGS}
-        found: Any = more if _is_of_another_backend(error) else {}
-        raise restated(error, _own_words(error.what), reason=_own_words(error.reason), **found) from error
-
-
-def _own_words(text: str) -> str:
-    """Return a worker's error message without the text that vLLM's executors wrap around it."""
-    return unescaped(_EXECUTORS.sub(r"\g<words>", text))
-
-
-def _is_of_another_backend(error: EngineRefusedError) -> bool:
-    """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
-    return "not configured" in error.what or "Invalid init_info" in error.what
 
 
 @final
 class StockVLLMPort(StockPort, VLLMPort):
-    """A vLLM server without our backend, after it joined a transport; see `VLLMPort`."""
+    """A vLLM server without our plugin, after it joined a transport; see `VLLMPort`."""
 
-    lacking, wanted, hint = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
+    lacking, wanted, hint = "vLLM without our plugin", 'the plugin in group "vllm.general_plugins"', PLUGIN
     _clean = False  # whether no layer is half-filled, which vLLM cannot report
 
     def state(self) -> EngineState:
         return EngineState()
 
     def sleep(self, level: int, tags: frozenset[str]) -> None:
-        raise EngineRefusedError(f"{self.url} runs vLLM without our plugin, and cannot report what sleeps", hint=_FLAGS)
+        raise EngineRefusedError(f"{self.url} runs vLLM without our plugin, and does not say what sleeps", hint=PLUGIN)
 
     def call(self, message: Message) -> list[Info]:
         match message:
-            case Join():
-                self._refuse()
-                self._join(message)
             case Start():
                 self._start()
-                self.drop_cached()
+                self._drop_cached()
             case Load():
                 self._load(message)
             case Finish():
                 self._finish(str(message.version))
                 self._clean = True
+            case Join():
+                self._refuse()
+                return super().call(message)
             case _:
                 return super().call(message)
         return []
@@ -309,7 +252,7 @@ class StockVLLMPort(StockPort, VLLMPort):
                 f"the transport speaks to {offer.get('make')!r} engines, and {self.url} runs vLLM with weight-transfer "
                 f"backend {self._facts.transfer_backend!r}",
                 expected="make='vllm', and a server with --weight-transfer-config '{\"backend\": \"nccl\"}'",
-                hint=_FLAGS,
+                hint=PLUGIN,
             )
 
     def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
@@ -361,6 +304,9 @@ class EmbeddedPort(VLLMPort):
 
     kind: ClassVar[str] = "embedded"
 
+    def paused(self) -> bool:
+        return bool(merged(self.call(State())).get("paused"))
+
     def adapters(self) -> dict[str, str]:
         raise no_adapters(self.kind)
 
@@ -383,8 +329,8 @@ def vllm_engine(
 ) -> Engine:
     """Return a client of a vLLM server.
 
-    A server with our weight-transfer backend supports every transport; others support full files, and broadcasts if
-    started with backend ``"nccl"``.
+    A server with our plugin supports every transport; others support full files, and broadcasts if started with
+    weight-transfer backend ``"nccl"``.
 
     Args:
         url: base address of the server itself, not of a router.
@@ -417,31 +363,29 @@ embedded_engine = partial(vllm_engine, kind="embedded")
 
 
 def _find(kind: str, http: HTTPSession, settings: Settings) -> VLLMPort:
-    """Return the port for the server as it is now."""
+    """Return the port for the server as it is now.
+
+    It is not asked for our method: without the plugin each worker would raise, and vLLM mix up replies from then on.
+    """
     facts = known_info(http, kind)
     if kind == EmbeddedPort.kind:
         return EmbeddedPort(http, facts, settings)
-    port = VLLMPort(http, facts, settings)
-    return port if facts.has_backend and port.has_plugin() else StockVLLMPort(http, facts, settings)
+    return (VLLMPort if facts.has_plugin else StockVLLMPort)(http, facts, settings)
 
 
 def _describe(kind: str, http: HTTPSession) -> EngineInfo | None:
     """Return the description of the engine at the session's address; None if it is of another kind."""
-    facts = server_info(http)
-    if facts.info.kind != kind:
+    if server_info(http).info.kind != kind:
         return None
     found = _find(kind, http, Settings(modes=("keep",), frozen="keep", pause_mode="keep", load_timeout_s=http.left_s))
     known = {}
     for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
         with suppress(EngineRefusedError):  # an engine may lack these routes
             known[field] = found._ask(route, field)
-    return found._described(facts, known.get("world_size"), known.get("weight_version"))
+    return found._described(known.get("world_size"), known.get("weight_version"))
 
 
-_UPDATE = (
-    "/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
-)  # fmt: skip
-_ROUTES = (*_UPDATE, "/reset_prefix_cache", "/resume")
+_ROUTES = ("/collective_rpc", "/pause", "/update_weight_version", "/reset_prefix_cache", "/resume")
 
 VLLM = Make(
     client=vllm_engine,
@@ -451,8 +395,8 @@ VLLM = Make(
     router="torchrl_ext.control.serving.vllm:VLLMRouterSpec",
     routes={
         "": _ROUTES,
-        "disk": ("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
-        "native": _UPDATE,
+        "disk": _ROUTES,
+        "native": ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
     },
 )
 EMBEDDED = Make(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.base.routes import BACKEND
 from torchrl_ext.control.serving.processes import GuardedProcess
 from torchrl_ext.control.serving.server import RouterSpec, StockSpec, as_flags, start
 
@@ -48,7 +46,6 @@ class VLLMSpec(StockSpec):
             "tensor-parallel-size": self.tensor_parallel_size,
             "max-model-len": self.max_model_len,
             "served-model-name": "policy",
-            "weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
         command.append("--enable-scale-out")  # /inference/v1/generate
@@ -59,7 +56,7 @@ class VLLMSpec(StockSpec):
         allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list; vLLM adds routes only of plugins on it
         others = _installed_plugins(self.interpreter) if allowed is None else allowed.split(",")
         environ = {
-            "VLLM_SERVER_DEV_MODE": "1",  # required for vLLM's RL routes
+            "VLLM_SERVER_DEV_MODE": "1",  # required for /collective_rpc and vLLM's RL routes
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_PLUGINS": self.allow_list(others),

@@ -71,6 +71,9 @@ class WeightLoader(ABC):
         """The device of the model's first tensor; of a model that does not show its tensors, this thread's default."""
         return current_device()
 
+    def ready(self) -> None:  # noqa: B027 - most can always begin
+        """Raise EngineRefusedError or StaleBaseError if a load cannot begin now; change nothing."""
+
     def start(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Begin an update; the model is idle from here to `finish`."""
 

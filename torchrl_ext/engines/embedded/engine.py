@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.base.devices import usable_device
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Reset, Start, State, Verify
 from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
@@ -64,7 +64,6 @@ class EmbeddedEngine:
         self._loader = TensorsLoader(model)
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
-        self._updating = False
         self._released: list[tuple[Tensor, tuple[int, ...]]] = []  # while the weights sleep, and their strides
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
@@ -75,29 +74,23 @@ class EmbeddedEngine:
         self.scheduler.pause(mode, timeout_s)
 
     def resume(self) -> None:
-        """Resume generation.
+        """Resume generation; a version that was only started is given up.
 
         Raises:
-            EngineRefusedError: an update is open, the weights are not one whole version, or the engine is asleep.
+            EngineRefusedError: the weights are not one whole version, or the engine is asleep.
         """
         with self._alone():
             if self.asleep:
                 raise EngineRefusedError("the engine is asleep", expected="POST /wake_up", state="asleep")
-            self._refuse_torn(updating=self._updating)
-            self.scheduler.resume()
+            self._serve()
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, and release memory: none at level 0, the keys and values at 1 (weights stay), all at 2.
-
-        Raises:
-            EngineRefusedError: an update is open.
-        """
+        """Pause, and release memory: none at level 0, the keys and values at 1 (weights stay), all at 2."""
         with self._alone():
-            if self._updating:
-                raise EngineRefusedError("the engine cannot sleep in the middle of an update", state="paused")
             self.scheduler.pause(mode, timeout_s)
             if level == 0:
                 return
+            self._receiver.give_up()
             self.scheduler.forget()
             if level == 2:
                 self._receiver.invalidate(empty=True)
@@ -133,20 +126,23 @@ class EmbeddedEngine:
             raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
         with self._alone():
             if self.asleep <= wanted:
-                self._refuse_torn(updating=self._updating)
+                self._refuse_torn()
             if "weights" in self.asleep & wanted:
                 _restore(self._released)
                 self._released, self._loader.asleep = [], False
             self.asleep -= wanted
             if not self.asleep:
-                self.scheduler.resume()
+                self._serve()
             return not self.asleep
 
-    def _refuse_torn(self, *, updating: bool = False) -> None:
+    def _serve(self) -> None:
+        self._refuse_torn()
+        self._receiver.give_up()
+        self.scheduler.resume()
+
+    def _refuse_torn(self) -> None:
         """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
-        if updating:
-            reason = "a weight update is open, and the engine must not serve a part of it"
-        elif self._receiver.held.empty:
+        if self._receiver.held.empty:
             reason = "the engine slept at level 2 and holds no weights"
         elif not self._receiver.whole:
             reason = "the engine holds a part of an update, which it must not serve"
@@ -167,41 +163,39 @@ class EmbeddedEngine:
         self._receiver.refuse_replaced(message)
         match message:
             case State():
-                return {**self._receiver.handle(message), **({"whole": False} if self._updating else {})}
+                answer = self._receiver.handle(message)
+                return {"paused": self.scheduler.paused, "asleep": sorted(self.asleep), **answer}
             case Inspect():
                 return inspect(message)
             case Join():
-                self._connect(message)
+                self._refuse_unknown(message.transport)
+                self._receiver.abort()  # a receive that still waits for an earlier connection
             case Start():
-                with self._alone():
-                    self._refuse_busy()
-                    self._receiver.handle(message)
-                    self._arrived = []
-                    self._updating = True
-            case Load() | Verify() | Seal():
-                with self._in_update():
-                    self._receiver.handle(message)
-                    if isinstance(message, Load):
-                        self._arrived += self._receiver.params_of(message)
-            case Finish():
-                with self._in_update():
-                    return self._noted(message)
-            case _:
-                with self._alone():
-                    return self._receiver.handle(message)
-        return {}
+                self._arrived = []
+            case Load():
+                self._arrived += self._receiver.params_of(message)
+        with self._alone():
+            if not isinstance(message, (Start, Load, Verify, Finish)):
+                return self._receiver.handle(message)
+            self._refuse_busy()
+            with self.scheduler.weights:
+                if isinstance(message, Finish) and self._receiver.held.empty:
+                    self._loader.check(self._arrived)  # missing parameters have no older value to keep
+                answer = self._receiver.handle(message)
+                if isinstance(message, Finish):
+                    self.scheduler.changed()
+                return answer
 
-    def _connect(self, message: Join) -> None:
-        """Join the trainer's transport, after ending any receive that still waits for an earlier connection."""
-        if message.transport not in followed():
+    def label(self, version: str) -> None:
+        """Set the weight version."""
+        self.scheduler.version = version
+
+    def _refuse_unknown(self, transport: str) -> None:
+        if transport not in followed():
             raise ConfigError(
-                f"the embedded engine cannot follow by transport {message.transport!r}",
+                f"the embedded engine cannot follow by transport {transport!r}",
                 expected=f"one of {', '.join(followed())}",
             )
-        self._receiver.abort()
-        with self._alone():
-            self._updating = False
-            self._receiver.handle(message)
 
     def reload(self, path: str, label: str | None) -> None:
         """Load a checkpoint directory; ``label`` becomes the weight version, unless it is None.
@@ -214,10 +208,11 @@ class EmbeddedEngine:
         with self._alone():
             self._refuse_busy()
             with self.scheduler.weights:
-                self._updating = False
+                self._receiver.give_up()
                 self._receiver.apply_weights(source)
                 self._receiver.handle(Reset(weights="reloaded"))
-                self.scheduler.changed(label)
+                self.scheduler.changed()
+                self.scheduler.version = self.scheduler.version if label is None else label
 
     def _refuse_busy(self) -> None:
         """Raise `EngineRefusedError` if weights cannot change now."""
@@ -228,26 +223,6 @@ class EmbeddedEngine:
         else:
             return
         raise EngineRefusedError(reason, expected=first, state="unchanged")
-
-    def finish(self, label: str | None) -> None:
-        """End an update; ``label`` becomes the weight version. Without a label, one that no `Finish` ended is dropped.
-
-        Paused requests keep the keys and values of the old weights until `Scheduler.forget`.
-
-        Raises:
-            EngineRefusedError: nothing landed that ``label`` could stand for.
-            ManifestError: a parameter is missing, and its old value was released.
-            NotConnectedError: no update is open.
-        """
-        with self._in_update(last=True):
-            if label is not None:
-                self._noted(Finish(version=self._receiver.landed))
-            self.scheduler.changed(label)
-
-    def _noted(self, message: Finish) -> Info:
-        if self._receiver.held.empty:
-            self._loader.check(self._arrived)  # missing parameters have no older value to keep
-        return self._receiver.handle(message)
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter in the live model, by checkpoint name.
@@ -294,17 +269,6 @@ class EmbeddedEngine:
             yield
         finally:
             self._control.release()
-
-    @contextlib.contextmanager
-    def _in_update(self, *, last: bool = False) -> Iterator[None]:
-        """Take a step of an open update; the ``last`` step or a failed one ends the update."""
-        with self._alone():
-            if not self._updating:
-                raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
-            self._updating = False
-            with self.scheduler.weights:
-                yield
-            self._updating = not last
 
 
 def _load_model(model_dir: str, dtype: str) -> Any:

@@ -32,7 +32,8 @@ class Reloadable:
 
     def finish(self, message: Finish, label: str | None) -> None:
         self._engine.handle(message)
-        self._engine.finish(label)
+        if label is not None:
+            self._engine.label(label)
 
     def reload(self, path: str, label: str | None) -> None:
         self._engine.reload(path, label)

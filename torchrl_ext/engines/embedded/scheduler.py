@@ -146,13 +146,12 @@ class Scheduler:
         with self.weights:
             self._batches = [Batch(self._llm, self._sequences())]
 
-    def changed(self, label: str | None) -> None:
-        """Note that the weights have changed; ``label`` becomes their version unless None. The caller holds `weights`.
+    def changed(self) -> None:
+        """Note that the weights have changed. The caller holds `weights`.
 
         Keys and values stay until `forget`. New requests get a batch of their own, because adding rows to a batch
         recomputes the keys and values of all its rows.
         """
-        self.version = self.version if label is None else label
         if self._batches[-1].holds_keys:
             self._batches.append(Batch(self._llm))
 

@@ -1,9 +1,7 @@
 """Serves vLLM's routes over an `EmbeddedEngine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
 
-``POST /update_weights_from_disk`` is that of `torchrl_ext.engines.update_from_disk`.
-
-``GET /is_sleeping`` answers everything that a client checks before a pause: besides vLLM's ``is_sleeping``, the
-sleeping ``tags``, ``is_paused``, ``empty`` (weights were released) and ``whole`` (no update is open or half landed).
+``POST /update_weights_from_disk`` is that of `torchrl_ext.engines.update_from_disk`;
+``POST /collective_rpc`` has one method, by which the engine handles messages (`torchrl_ext.base.routes.called`).
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from torchrl_ext.base.errors import (
     NotConnectedError,
     WeightSyncError,
 )
-from torchrl_ext.base.messages import Start, State, read
-from torchrl_ext.base.routes import Guard
+from torchrl_ext.base.messages import answered
+from torchrl_ext.base.routes import CALL, Guard
 from torchrl_ext.base.types import Info, decoded
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.loads import Reloadable
@@ -95,7 +93,7 @@ def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequ
         "GET /get_world_size": _run(lambda asked: {"world_size": 1}),
         "GET /weight_info": _run(lambda asked: {"weight_version": scheduler.version, "paused": scheduler.paused}),
         "GET /is_paused": _run(lambda asked: {"is_paused": scheduler.paused}),
-        "GET /is_sleeping": _run(lambda asked: _state(engine)),
+        "GET /is_sleeping": _run(lambda asked: {"is_sleeping": bool(engine.asleep)}),
         "GET /weights_digest": _run(lambda asked: {"digests": engine.digests(), "weight_version": scheduler.version}),
         "POST /prompt_logprobs": _run(lambda asked: _logprobs(engine, asked.body)),
         "POST /pause": _run(lambda asked: engine.pause(_mode(asked), DRAIN_TIMEOUT_S), waits=True, status="paused"),
@@ -104,15 +102,10 @@ def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequ
         "POST /wake_up": _run(lambda asked: _wake_up(engine, asked.query.getlist("tags") or None)),
         "POST /release_kv_cache_memory": _run(lambda asked: engine.release_kv_cache(), status="kv_cache_released"),
         "POST /reset_prefix_cache": _run(lambda asked: _reset(engine, asked), success=True),
-        "POST /init_weight_transfer_engine": _run(
-            lambda asked: _message(engine, asked, "init_info"), message="Weight transfer initialized"
+        "POST /update_weight_version": _run(
+            lambda asked: engine.label(_field(asked.body, "new_version", str)), success=True
         ),
-        "POST /start_weight_update": _run(lambda asked: engine.handle(Start()), message="Weight update started"),
-        "POST /update_weights": _run(lambda asked: _message(engine, asked, "update_info"), message="Weights updated"),
-        "POST /finish_weight_update": _run(
-            lambda asked: engine.finish(_field(asked.body, "weight_version", str | None)),
-            message="Weight update finished",
-        ),
+        "POST /collective_rpc": _run(lambda asked: _call(engine, asked.body)),
     }
     handlers[f"POST {PATH}"] = handler(DiskLoads(Reloadable(engine)).load, read_json)
     own = [Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in handlers.items()]
@@ -195,17 +188,6 @@ def _server_info(engine: EmbeddedEngine) -> Info:
     }
 
 
-def _state(engine: EmbeddedEngine) -> Info:
-    weights, asleep = engine.handle(State()), sorted(engine.asleep)
-    return {
-        "is_sleeping": bool(asleep),
-        "tags": asleep,
-        "is_paused": engine.scheduler.paused,
-        "empty": "empty" in weights,
-        "whole": weights["whole"],
-    }
-
-
 def _field(body: Info, name: str, kind: Any) -> Any:
     """Return a field of a body, of type ``kind``; None if it is missing and ``kind`` allows None."""
     return decoded(body.get(name), kind, name)
@@ -228,10 +210,12 @@ def _wake_up(engine: EmbeddedEngine, tags: list[str] | None) -> Info:
     return {"status": "awake" if engine.wake_up(tags) else "sleeping", "tags": tags}
 
 
-def _message(engine: EmbeddedEngine, asked: _Asked, name: str) -> Info:
-    """Handle the message in field ``name`` of a body."""
-    answer = engine.handle(read(_field(asked.body, name, Info)))
-    return {"answer": answer} if answer else {}
+def _call(engine: EmbeddedEngine, body: Info) -> Info:
+    """Call the method that the engine's one worker has, with its one argument."""
+    method, args = _field(body, "method", str), _field(body, "args", list[str])
+    if method != CALL or len(args) != 1:
+        raise ConfigError(f"there is no method {method!r} with {len(args)} argument(s)", expected=f"{CALL!r} with one")
+    return {"results": [answered(engine.handle, args[0])]}
 
 
 def _reset(engine: EmbeddedEngine, asked: _Asked) -> None:

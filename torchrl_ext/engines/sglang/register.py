@@ -22,9 +22,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_ext.base.errors import EngineError
-from torchrl_ext.base.messages import Reset, partial_version, read
+from torchrl_ext.base.errors import EngineError, WeightSyncError, why
+from torchrl_ext.base.messages import Message, Reset, answered, partial_version
 from torchrl_ext.base.routes import CHANNEL
+from torchrl_ext.base.types import Info
 from torchrl_ext.engines.plugin import enable, started_with
 from torchrl_ext.engines.sglang import routes as sglang_routes
 
@@ -84,13 +85,11 @@ def _label_hooks() -> dict[str, Callable[..., Any]]:
 
 def _guarded(step: Callable[[], str]) -> tuple[bool, str]:
     """Take a step of a scheduler; return whether it went well, and what it or its error says. Never raises."""
-    from torchrl_ext.sync.engine_worker import words_of
-
     try:
         success, words = True, step()
     except Exception as error:
         log.debug("a call of a scheduler failed", exc_info=True)
-        success, words = False, words_of(error)
+        success, words = False, str(error) if isinstance(error, EngineError) else why(error)
     # half of a surrogate pair, which JSON can name, could not be encoded when the scheduler sends its answer
     return success, words.encode("utf-8", "replace").decode()
 
@@ -101,13 +100,11 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
-    def answer() -> str:
-        runner = manager.tp_worker.model_runner
-        message = read(json.loads(request.action.removeprefix(CHANNEL)))
-        return json.dumps(_worker(runner).answer(message, manager))
+    def handle(message: Message) -> Info:
+        return dict(_worker(manager.tp_worker.model_runner).answer(message, manager))
 
-    success, words = _guarded(answer)
-    return CheckWeightsReqOutput(success=success, message=words)
+    words = json.dumps(answered(handle, request.action.removeprefix(CHANNEL)))
+    return CheckWeightsReqOutput(success=True, message=words.replace("|", "\\u007c"))  # SGLang joins answers by it
 
 
 def release_memory_occupation(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -125,6 +122,9 @@ def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any
         log.error("the server was asked to continue but stays paused: %s", words)
         scheduler._engine_paused = True  # not so before, where requests were aborted
         return None
+    worker = _workers.get(scheduler.tp_worker.model_runner.model)
+    if worker is not None:
+        worker.end.receiver.give_up()
     return original(scheduler, *args, **kwargs)
 
 
@@ -190,7 +190,7 @@ def _refuses(scheduler: Any) -> str | None:
 
     try:
         _together(refuse)
-    except EngineError as error:
+    except WeightSyncError as error:
         return str(error)
     except Exception:  # it would end the server
         log.exception("this server may hold a part of a weight update")

@@ -15,9 +15,9 @@ from concurrent.futures import wait
 from typing import Any, Final
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import EngineError, EngineRefusedError
-from torchrl_ext.base.messages import Finish, Join, Message, Poll, Prefetch
-from torchrl_ext.base.routes import CHANNEL, FROM_A_PAGE, Flush, answers_in, merged
+from torchrl_ext.base.errors import EngineRefusedError
+from torchrl_ext.base.messages import Finish, Join, Message, Poll, Prefetch, answers_of
+from torchrl_ext.base.routes import CHANNEL, FROM_A_PAGE, Flush, merged
 from torchrl_ext.base.types import Info
 from torchrl_ext.engines.update_from_disk import DiskLoads, answered
 
@@ -80,12 +80,9 @@ class _Reloadable:
         return not landing  # nobody can tell what workers hold then, or what they cached
 
     def _ask(self, message: Message) -> Info:
-        success, words, *_ = self._call(
-            "check_weights", "CheckWeightsReqInput", action=CHANNEL + json.dumps(message.to_json())
-        )
-        if not success:
-            raise EngineError(words)
-        return merged(answers_in({"message": words}))
+        action = CHANNEL + json.dumps(message.to_json())
+        _, words, *_ = self._call("check_weights", "CheckWeightsReqInput", action=action)
+        return merged(answers_of([json.loads(text) for text in words.split(" | ")], "SGLang"))
 
     def _call(self, method: str, kind: str, **fields: Any) -> Any:
         """Call a method of the manager with one of SGLang's requests, and return its answer."""

@@ -1,180 +1,231 @@
-"""Entry point of group ``vllm.general_plugins``: adds the weight-transfer backend ``torchrl_ext`` to a stock vLLM.
+"""Entry point of group ``vllm.general_plugins``, by which a stock vLLM follows our transports, without a flag of ours.
 
-vLLM calls `register` in its API, core and worker processes; only the worker ever imports the backend itself. Start the
-server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'`` and ``VLLM_SERVER_DEV_MODE=1``. An engine object
-that was made with another backend, or with none, gets ours by the collective call `TAKE_OVER`, which workers get here.
+vLLM calls `register` in its API, core and worker processes. Workers get one method, `torchrl_ext.base.routes.CALL`,
+which ``POST /collective_rpc`` calls on all of them where ``VLLM_SERVER_DEV_MODE=1`` is set: it takes a message as JSON
+and returns the answer. Only the first message makes what handles them (`torchrl_ext.engines.vllm.worker`).
+
+Beside that, workers notice when vLLM itself loads weights or releases their memory; an engine that holds a part of a
+version stays paused, whoever resumes it; no reply of a worker is ever taken for that to another call; and an engine's
+configuration (``/server_info``) says that the plugin is there.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchrl_ext.base.messages import partial_version
-from torchrl_ext.base.routes import ANSWERS, BACKEND, TAKE_OVER, out_of_step
+from torchrl_ext.base.messages import answered, partial_version
+from torchrl_ext.base.routes import CALL
+from torchrl_ext.base.types import Info
 from torchrl_ext.engines.plugin import enable
 
 __all__ = ["register", "register_trainers"]
 
 log = logging.getLogger("torchrl_ext")
 
-_BACKEND, _TRAINER = "torchrl_ext.engines.vllm.engine", "torchrl_ext.compat.vllm_api"
-_WHOLE = "torchrl_ext_whole"
+_RESUMES = "torchrl_ext_resumes"
 """The collective call that asks vLLM's workers whether they may generate."""
-_FAILURES = (
-    "vllm.v1.executor.multiproc_executor",  # of workers
-    "vllm.v1.engine.core",
-    "vllm.entrypoints.serve.exception_handling.handlers.exception",  # of the API server
-    "uvicorn.error",
-)
-"""Loggers of exceptions that leave a worker, in each process that they pass."""
+_API = "torchrl_ext.compat.vllm_api"
+_BACKEND = "torchrl_ext.compat.vllm_backend"
+_NAME = "torchrl_ext"  # of the backend, below vLLM's trainer API
 
 
 @functools.cache
 def register() -> None:
-    """Register the backend with vLLM. May be called any number of times.
+    """Register with vLLM. May be called any number of times.
 
     vLLM calls it outside any ``try``, in every process of every server of the environment that has this package, so it
     raises nothing.
     """
     enable("vLLM 0.32.0", _use)
-    for name in _FAILURES:
-        logging.getLogger(name).addFilter(_is_failure)
 
 
 def _use() -> None:
-    _extend_workers()
     _keep_in_step()
+    _hear_replicas()
+    _extend_workers()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # last: a server of another release does not start with our backend
-    WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
+    with suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine(_NAME, _BACKEND, "TorchRLExtEngine")
     register_trainers()
-
-
-def _is_failure(record: logging.LogRecord) -> bool:
-    """Return False for a record of a worker's answer, which is raised as an exception; log it as a debug line."""
-    error = (record.exc_info or sys.exc_info())[1]
-    if ANSWERS not in str(error):
-        return True
-    log.debug("%s", error)
-    return False
+    _say_so()  # last: a server of another release does not say that it follows
 
 
 def register_trainers() -> None:
-    """Register the trainer's end of the backend with vLLM's factory. May be called any number of times."""
+    """Register the trainer's end of our backend with vLLM's factory. May be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     with suppress(ValueError):  # it is registered already
-        WeightTransferTrainerFactory.register_engine(BACKEND, _TRAINER, "TorchRLExtTrainerEngine")
+        WeightTransferTrainerFactory.register_engine(_NAME, _API, "TorchRLExtTrainerEngine")
+
+
+def _say_so() -> None:
+    """Have the configuration of every engine name the plugin, among vLLM's ``additional_config``."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def named(args: Any, *more: Any, **settings: Any) -> Any:
+        config = create(args, *more, **settings)
+        if isinstance(config.additional_config, dict):
+            config.additional_config = {**config.additional_config, CALL: True}
+        return config
+
+    EngineArgs.create_engine_config = named
 
 
 def _extend_workers() -> None:
-    """Give workers our methods, have them notice when vLLM loads a checkpoint or sleeps, and guard their resuming.
-
-    `WorkerBase.__init__` is wrapped, three methods of each worker, and `EngineCore.resume_scheduler`.
-    """
+    """Give workers our methods, have them notice when vLLM loads or sleeps, and guard the resuming of engines."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
     begin = WorkerBase.__init__
 
+    @functools.wraps(begin)
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
-        for name, around in {"reload_weights": _reload, "sleep": _sleep, "wake_up": _wake_up}.items():
+        worker.torchrl_ext_beside = beside = Beside(worker)
+        for name, around in beside.around.items():
             method = getattr(worker, name, None)
             if method is not None:
-                setattr(worker, name, functools.partial(around, worker, method))
+                setattr(worker, name, functools.partial(around, method))
 
     EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
     WorkerBase.__init__ = init
-    for name, method in {TAKE_OVER: _take_over, _WHOLE: _is_whole}.items():
-        if name not in vars(WorkerBase):
-            setattr(WorkerBase, name, method)
+    setattr(WorkerBase, CALL, lambda worker, text: worker.torchrl_ext_beside.answer(text))
+    setattr(WorkerBase, _RESUMES, lambda worker: worker.torchrl_ext_beside.may_resume())
 
 
-def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: Any) -> None:
-    whole = False
-    try:
-        reload(*args, **settings)
-        whole = True
-    finally:
-        engine = _engine_of(worker)
-        if engine is not None:
-            engine.invalidate(whole=whole)
+class Beside:
+    """What stands beside one of vLLM's workers: what vLLM did to the model, and ours from the first message on.
 
+    Args:
+        worker: vLLM's worker.
 
-def _sleep(worker: Any, sleep: Callable[..., None], *args: Any, **settings: Any) -> None:
-    engine = _engine_of(worker)
-    if engine is not None:
-        engine.sleep()
-    worker.torchrl_ext_asleep = True  # also where another backend is taken over later
-    sleep(*args, **settings)
-
-
-def _wake_up(worker: Any, wake: Callable[..., None], tags: list[str] | None = None) -> None:
-    wake(tags)
-    if tags is None or "weights" in tags:
-        worker.torchrl_ext_asleep = False
-        engine = _engine_of(worker)
-        if engine is not None:
-            engine.wake()
-
-
-def _engine_of(worker: Any) -> Any:
-    """Return the backend of a worker where it is ours, else None."""
-    ours = sys.modules.get(_BACKEND)  # imported once a worker has our backend
-    engine = getattr(worker, "weight_transfer_engine", None)
-    return engine if ours is not None and isinstance(engine, ours.TorchRLExtEngine) else None
-
-
-def _take_over(worker: Any) -> None:
-    """Give a worker our backend in place of the one that it was made with, if any. May be called any number of times.
-
-    Raises:
-        RuntimeError: an update through the other backend is open; all workers of an engine raise it, or none.
+    Attributes:
+        around: what is called in place of methods of the worker, with the method as its first argument.
     """
-    from vllm.config import WeightTransferConfig
 
-    from torchrl_ext.engines.vllm.engine import TorchRLExtEngine
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._ours: Any = None
+        self._asleep, self._lost, self._reloaded = frozenset[str](), False, False
+        self.around: dict[str, Callable[..., Any]] = {
+            "init_weight_transfer_engine": self._initialise,
+            "reload_weights": self._loading,
+            "update_weights": self._loading_a_part,
+            "finish_weight_update": self._loading,
+            "sleep": self._sleep,
+            "discard": self._discard,
+            "wake_up": self._wake_up,
+        }
 
-    if _engine_of(worker) is not None:
-        return
-    if worker._weight_update_active:
-        raise RuntimeError("an update of another trainer is open; end it before this engine follows a new trainer")
-    other, model = worker.weight_transfer_engine, worker.model_runner.get_model()
-    config = WeightTransferConfig(backend=BACKEND)
-    worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model)
-    if getattr(worker, "torchrl_ext_asleep", False):
-        worker.weight_transfer_engine.sleep()
-    if other is not None:
-        other.shutdown()
+    @property
+    def ours(self) -> Any:
+        """Our worker (`torchrl_ext.engines.vllm.worker.VLLMWorker`), made now if it was not before."""
+        if self._ours is None:
+            from torchrl_ext.engines.vllm.worker import VLLMWorker
+
+            self._ours = VLLMWorker(self._worker)
+            self._ours.sleeps(self._asleep, dropped=self._lost)
+            if self._reloaded:
+                self._ours.loaded(whole=False)
+        return self._ours
+
+    def answer(self, text: str) -> Info:
+        """Answer a message as JSON; never raises."""
+        return answered(lambda message: self.ours.handle(message), text)
+
+    def may_resume(self) -> bool:
+        """Return whether the model holds one version, whole; of what nobody sent through us vLLM knows better."""
+        return self._ours is None or self._ours.may_resume()
+
+    def _is_backend(self) -> bool:
+        """Return whether vLLM's weight transfer is ours, which hands all on to our worker."""
+        return type(getattr(self._worker, "weight_transfer_engine", None)).__module__ == _BACKEND
+
+    def _initialise(self, initialise: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        if self._is_backend():
+            self._worker.weight_transfer_engine.ours = self.ours
+        return initialise(*args, **settings)
+
+    def _loading(self, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        if self._is_backend() and load.__name__ != "reload_weights":
+            return load(*args, **settings)
+        whole = False
+        try:
+            found = load(*args, **settings)
+            whole = True
+            return found
+        finally:
+            self._note_load(whole)
+
+    def _loading_a_part(self, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        try:
+            return load(*args, **settings)
+        finally:
+            if not self._is_backend():
+                self._note_load(False)
+
+    def _note_load(self, whole: bool) -> None:
+        self._reloaded, self._lost = True, self._lost and not whole
+        if self._ours is not None:
+            self._ours.loaded(whole=whole)
+
+    def _sleep(self, sleep: Callable[..., Any], level: int = 1) -> Any:
+        self._note_sleep({"weights", "kv_cache"}, dropped=level == 2)
+        return sleep(level=level)
+
+    def _discard(self, discard: Callable[..., Any], tags: Sequence[str]) -> Any:
+        self._note_sleep(tags, dropped="weights" in tags)
+        return discard(tags)
+
+    def _wake_up(self, wake: Callable[..., Any], tags: Sequence[str] | None = None) -> Any:
+        found = wake(tags)
+        self._asleep = frozenset() if tags is None else self._asleep - {*tags}
+        if self._ours is not None:
+            self._ours.sleeps(self._asleep, dropped=False)
+        return found
+
+    def _note_sleep(self, tags: Iterable[str], *, dropped: bool) -> None:
+        """Note before the memory goes that ``tags`` sleep, and whether the weights are lost."""
+        self._asleep, self._lost = self._asleep | {*tags}, self._lost or dropped
+        if self._ours is not None:
+            self._ours.sleeps(self._asleep, dropped=dropped)
 
 
 def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Keep an engine paused that holds a part of an update, whoever calls ``/resume`` or ``/wake_up``."""
+    """Keep an engine paused that holds a part of a version, whoever calls ``/resume`` or ``/wake_up``."""
 
     @functools.wraps(resume)
     def resumed(core: Any) -> None:
-        found = core.model_executor.collective_rpc(_WHOLE)
-        if not all(isinstance(whole, bool) for whole in found):
-            raise out_of_step()
-        if not all(found):
+        if not all(core.model_executor.collective_rpc(_RESUMES)):
             raise partial_version("the engine")
         resume(core)
 
     return resumed
 
 
-def _is_whole(worker: Any) -> bool:
-    """Return whether a worker holds one version, whole; of another backend than ours nobody knows better."""
-    engine = _engine_of(worker)
-    return engine is None or bool(engine.whole)
+def _hear_replicas() -> None:
+    """Have the client of data-parallel replicas return what all of them answer to our call, not the first alone."""
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    call = AsyncMPClient.collective_rpc_async
+
+    @functools.wraps(call)
+    async def of_all(client: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        if method != CALL:
+            return await call(client, method, timeout, args, kwargs)
+        found = await client.call_utility_all_async("collective_rpc", method, timeout, args, kwargs)
+        return [row for rows in found for row in rows]
+
+    AsyncMPClient.collective_rpc_async = of_all
 
 
 def _keep_in_step() -> None:

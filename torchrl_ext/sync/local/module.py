@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, wait
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
@@ -23,8 +23,8 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
     parsed,
 )
-from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Seal, Start, State, Verify
-from torchrl_ext.base.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, each_answer, merged, unescaped
+from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Start, State, answers_of
+from torchrl_ext.base.routes import CALL, confirmed, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
@@ -149,7 +149,7 @@ class EmbeddedObjectPort(LocalPort):
     def handle(self, message: Message) -> Info:
         answer: Info = self._engine.handle(message)
         if isinstance(message, Finish):
-            self._engine.finish(str(message.version))
+            self._engine.label(str(message.version))
         if isinstance(message, Start) and not self._keep_cache:
             self._engine.scheduler.forget()
         return answer
@@ -181,11 +181,10 @@ class EmbeddedObjectPort(LocalPort):
 
 
 class VLLMObjectPort(LocalPort):
-    """vLLM's `AsyncLLM` or `LLM`, without changes to vLLM's code.
+    """vLLM's `AsyncLLM` or `LLM`, without changes to vLLM's code, and however it was made.
 
-    Workers receive weights through our weight-transfer backend, by collective RPC. If the engine was made with another
-    backend or none, the port installs ours before the first message. `LLM` generates only while its caller waits, so it
-    needs no pause; it is not thread-safe, so do not update it while another thread generates.
+    Messages go to workers by its collective call of our plugin's method. `LLM` generates only while its caller waits,
+    so it needs no pause; it is not thread-safe, so do not update it while another thread generates.
 
     Args:
         llm: the engine, made in an environment with this package, whose plugin vLLM loads.
@@ -211,53 +210,32 @@ class VLLMObjectPort(LocalPort):
                 "this vLLM has a KV connector, which would go on serving keys and values of the old weights",
                 expected="keep_cache=False, or an engine without a connector",
             )
-        self._ours = False  # whether the workers have our backend
+        # an `LLM` has one of the engines, whatever it is a replica of
+        self._engines = self._config.parallel_config.data_parallel_size if self._asynchronous else 1
 
     def call(self, message: Message) -> list[Info]:
         if not isinstance(message, Finish):
             return super().call(message)
-        self.handle(Seal(connection=message.connection))
-        several = self._config.parallel_config.data_parallel_size > 1  # each replica says what it holds
-        answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
-        self._workers("finish_weight_update")
-        self._name(str(message.version))
+        answers = confirmed(self._ask(message), self._engines, self.url)
+        self.set_name(str(message.version))
         return answers
 
     def handle(self, message: Message) -> Info:
-        if not self._ours:
-            made_with = self._config.weight_transfer_config
-            if made_with is None or made_with.backend != BACKEND:
-                self._workers(TAKE_OVER)
-            self._ours = True
-        match message:
-            case Start():
-                self._workers("start_weight_update")
-                self.drop_cached()
-            case Load() | Verify() | Seal():
-                self._workers("update_weights", update_info=message.to_json())
-            case Join() | Prefetch():
-                self._ask(message)
-                Deadline(self.timeout_s).poll(
-                    lambda: not self._ask(Poll(connection=message.connection)).get("working"),
-                    f"vLLM's workers did not {message.kind}",
-                )
-            case _:
-                return self._ask(message)
-        return {}
+        answer = merged(self._ask(message))
+        if isinstance(message, (Join, Prefetch)):
+            poll = Poll(connection=message.connection)
+            Deadline(self.timeout_s).poll(
+                lambda: not merged(self._ask(poll)).get("working"), f"vLLM's workers did not {message.kind}"
+            )
+        if isinstance(message, Start):
+            self.drop_cached()
+        return answer
 
-    def _ask(self, message: Message) -> Info:
-        """Return the workers' answer."""
-        return merged(self._initialise(message.to_json()))
-
-    def _initialise(self, info: Info) -> list[Info]:
-        """Return the workers' answers, which vLLM can return only as an error message; none without an error."""
-        try:
-            self._workers("init_weight_transfer_engine", init_info=info)
-        except EngineRefusedError as error:
-            if ANSWERS not in error.reason:
-                raise
-            return answers_in(error.reason)
-        return []
+    def _ask(self, message: Message) -> list[Info]:
+        """Return each worker's answer."""
+        if CALL not in self._config.additional_config:
+            raise EngineRefusedError("this vLLM was made without our plugin", state="nothing was changed", hint=_PLUGIN)
+        return answers_of(self.workers(CALL, json.dumps(message.to_json())), "vLLM")
 
     def describe(self) -> EngineInfo:
         if self._loop is not None and not self._loop.is_running():  # then a fleet continues without this engine
@@ -285,24 +263,20 @@ class VLLMObjectPort(LocalPort):
         if self._asynchronous:
             self._do(self._llm.resume_generation)
 
-    def cancel(self) -> None:
-        with suppress(EngineRefusedError):  # after a failure, workers have no open update
-            self._workers("finish_weight_update")
-
     def check(self) -> None:
         if self._asynchronous:
             self._do(self._llm.check_health)
-            if self._do(self._llm.is_sleeping):
+            if merged(self._ask(State())).get("asleep"):
                 raise EngineError("vLLM is asleep", expected="one that is awake", hint="await engine.wake_up() first")
 
     def start_weights(self) -> WeightSource:
         return self._checkpoint or CheckpointSource(self._config.model_config.model)
 
-    def _workers(self, method: str, **arguments: Any) -> None:
+    def workers(self, method: str, *args: str, **arguments: Any) -> Any:
         """Call a method on every worker; raises as `_do`, with a worker's message."""
-        self._do(self._llm.collective_rpc, method, kwargs=arguments)
+        return self._do(self._llm.collective_rpc, method, args=args, kwargs=arguments)
 
-    def _name(self, version: str) -> None:
+    def set_name(self, version: str) -> None:
         """Label the weights in service."""
         inner = self._inner
         self._do(inner.update_weight_version if self._asynchronous else inner.set_weight_version, version)
@@ -329,11 +303,8 @@ class VLLMObjectPort(LocalPort):
         except WeightSyncError:
             raise
         except Exception as error:
-            words = unescaped(str(error))
-            what, rest = parsed(words)
-            more: dict[str, Any] = {**rest, "reason": words}
-            if TAKE_OVER in words:
-                more["hint"] = _PLUGIN
+            what, rest = parsed(str(error))
+            more: dict[str, Any] = {**rest, "reason": str(error)}
             name = args[0] if call.__name__ == "collective_rpc" else call.__name__
             raise EngineRefusedError(f"{what}; vLLM refused {name}", **more) from error
 

@@ -1,0 +1,121 @@
+"""One worker of a vLLM: a `EngineWorker` whose messages come, and are answered, as JSON.
+
+vLLM's own collective call reaches every worker at the same point of its loop, in the thread that generates, and returns
+what each says (`torchrl_ext.engines.vllm.register`). vLLM's executor reads the replies in order of rank, so no worker
+raises: an error is an answer, too, on which the workers agree. Beside what a `EngineWorker` does, a worker does here
+
+=================  ==============================================================================================
+`State`            adds ``{"asleep": [tags]}``
+`Join`             first puts live tensors back into layers that a failed update left in checkpoint form
+`Start`            refuses while an update by vLLM's own weight transfer is open
+`Finish`           has vLLM forget adapters that it placed over the old weights
+=================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+
+from torchrl_ext.base.errors import EngineRefusedError
+from torchrl_ext.base.messages import Finish, Join, Load, Message, Reset, Start, State, Verify
+from torchrl_ext.base.types import Info
+from torchrl_ext.engines.loader import EngineLoader
+from torchrl_ext.engines.plugin import agree
+from torchrl_ext.engines.vllm.model import VLLMModel
+from torchrl_ext.sync.engine_worker import EngineWorker
+
+__all__ = ["VLLMWorker", "gather_words"]
+
+
+@final
+class VLLMWorker:
+    """Keeps one worker's model up to date.
+
+    Args:
+        worker: vLLM's worker, whose model is loaded.
+
+    Attributes:
+        end: handles messages, and knows what the model holds.
+        asleep: the tags whose memory vLLM has released.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        parallel = worker.vllm_config.parallel_config
+        self._worker, self._config = worker, worker.vllm_config
+        self._layers = VLLMModel(worker.model_runner.get_model(), self._config)
+        self.end = EngineWorker(
+            EngineLoader(self._layers),
+            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            workers=parallel.world_size_across_dp,
+            agree=gather_words,
+        )
+        self.asleep: frozenset[str] = frozenset()
+
+    def handle(self, message: Message) -> Info:
+        """Do what a message says, and return the answer; raises as `EngineWorker.handle`."""
+        with set_current_vllm_config(self._config):
+            return self._answer(message)
+
+    def _answer(self, message: Message) -> Info:
+        match message:
+            case State():
+                return {"asleep": sorted(self.asleep), **self.end.handle(message)}
+            case Join():
+                self._layers.roll_back()
+            case Start():
+                self.end.receiver.refuse_replaced(message)
+                self.end.together(self._refuse_others)
+        answer = self.end.handle(message)
+        if isinstance(message, (Load, Verify, Finish)) and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        if isinstance(message, Finish):
+            self._worker.model_runner.reset_lora_state()
+        return answer
+
+    def loaded(self, *, whole: bool) -> None:
+        """Note that vLLM loaded the model by itself, so the next version does not build on it.
+
+        Args:
+            whole: it loaded all of it, to the end.
+        """
+        if whole:
+            self.end.receiver.handle(Reset(weights="reloaded"))
+        else:
+            self.end.receiver.invalidate(torn=self._layers.is_open())
+
+    def sleeps(self, tags: frozenset[str], *, dropped: bool) -> None:
+        """Note that vLLM is about to release memory, and let go of it; or that it has it again.
+
+        Args:
+            tags: all that sleep from now on.
+            dropped: the weights among them are lost.
+        """
+        if "weights" in tags - self.asleep:
+            self.end.stop()
+        self.asleep, self._layers.asleep = tags, "weights" in tags
+        if dropped:
+            self.end.receiver.invalidate(empty=True)
+
+    def may_resume(self) -> bool:
+        """Return whether the model holds one version, whole; a version that was only started is given up then."""
+        if self.end.receiver.whole:
+            self.end.receiver.give_up()
+        return self.end.receiver.whole
+
+    def _refuse_others(self) -> None:
+        if getattr(self._worker, "_weight_update_active", False):
+            raise EngineRefusedError(
+                "an update by vLLM's own weight transfer is open",
+                state="nothing was changed",
+                hint="end it with POST /finish_weight_update",
+            )
+
+
+def gather_words(words: str) -> list[str]:
+    """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
+    groups = (get_tp_group(), get_pcp_group(), get_pp_group())
+    return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
