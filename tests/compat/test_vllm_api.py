@@ -89,7 +89,7 @@ class TestSeveral:
         tensors = weights(1)
         with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
             client = FanOut(one.url, other.url)
-            assert Engine(ClientPort(client)).info().world_size == 2
+            assert Engine.of(ClientPort(client)).info().world_size == 2
             engine = trainer(client, Declared(tensors), tmp_path)
             other.unrehearsed = True  # the first has nothing to rehearse
             paused(one, other)

@@ -156,7 +156,7 @@ def test_sglang_server_with_closed_control_routes_is_described(status):
         assert (info.kind, info.model, info.transports) == ("sglang", "/m", ())
         engine = tx.make_engine("sglang", url=server.url)
         with pytest.raises(EngineRefusedError, match=r"not for you.*did not join the transport") as met:
-            engine.connect({"transport": "disk", "params": [], "offer": {}})
+            engine.join({"transport": "disk", "params": [], "offer": {}})
         assert met.value.status == status
         engine.close()
 

@@ -24,7 +24,7 @@ OTHERS = ("pause", "resume", "sleep", "wake_up", "rehearse")
 FAULTS = ("fail", "cut", "lose", "junk", "twice", "between")  # and "hang", which takes its time
 MOST = 40  # more than the requests of any step
 NAMED = {  # words of errors, beside "did not"
-    "connect": "join the transport",
+    "connect": "join the transport|describe itself",
     "prefetch": "prefetch|wake",
     "begin": "pause|drop|wake|start",
     "load": "load",
@@ -66,7 +66,7 @@ DEADLY = {("sglang", step, fault) for step in ("sleep", "wake_up") for fault in 
 """SGLang's scheduler ends where memory is given up, or taken back, twice: no client can mend that."""
 
 
-START = {port: "POST /start_weight_update" for port in ("vllm", "embedded")}
+START = {port: "start" for port in ("vllm", "embedded")}
 START |= {"sglang": "POST /begin_weight_update", "stock-vllm": "POST /pause", "stock-sglang": "POST /flush_cache"}
 
 
@@ -291,7 +291,7 @@ def test_a_sender_says_only_what_an_engine_that_answers_holds(how, holds, traine
         engine = client(fake, **({"timeout_s": 0.5, "load_timeout_s": 0.5} if how == "hang" else {}))
         steps = prepared(engine, fake, "load", trainers[0])
         for _ in range(2):  # a request whose connection breaks may be sent once more
-            fake.inject(how, "POST /update_weights")
+            fake.inject(how, "load")
         with pytest.raises(WeightSyncError) as caught:
             steps["load"]()
         assert f"{holds} part of an update" in caught.value.state

@@ -51,18 +51,20 @@ def exchanges(scenario, trainer):
     with running(port) as fake:
         engine = client(fake, **settings)
         if "broadcasts" in scenario:
-            engine.connect(joining(fake.kind))
+            engine.join(joining(fake.kind))
             for version in versions:
-                engine.prefetch(version)
-                with engine.updating(version):
-                    engine.load({**LOAD, "version": version})
+                update = engine.update(version)
+                update.stage()
+                with update.begun():
+                    update.load({**LOAD, "version": version})
+                    update.commit()
         else:
             for version in versions:
                 trainer.update(engine, version)
         if not fake.stock:
             engine.logprobs([[17, 3, 42]])
         engine.close()
-        assert fake.serving and engine.rows()[0].version == 2 and not fake.wrongs
+        assert fake.serving and fake.label == "2" and not fake.wrongs
         return [row for call in fake.calls if (row := told(call)) is not None]
 
 

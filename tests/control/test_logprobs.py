@@ -28,7 +28,7 @@ UNKNOWN = {  # what JSON has no number for
 def test_each_token_after_the_first_has_its_own_or_none(make):
     with FakeEngine(make) as fake:
         engine = client(fake)
-        assert engine.logprobs(()) == [] and not fake.calls
+        assert engine.logprobs(()) == [] and not fake.counts[ROUTES[make]]
         assert engine.logprobs(PROMPTS) == [[-4.0, -1.0], [-4.0]]  # a fake one says minus one less the token modulo 7
         fake.answers[ROUTES[make]] = UNKNOWN[make]
         assert all(math.isnan(one) for row in engine.logprobs(PROMPTS[:1]) for one in row)
@@ -54,15 +54,15 @@ def test_an_answer_without_one_for_each_token_is_refused(make, answer):
     with FakeEngine(make) as fake:
         fake.answers[ROUTES[make]] = answer
         engine, words = client(fake), "without the log-probabilities of the prompt"
-        with pytest.raises(EngineRefusedError, match=f"{fake.url}.*{words}"):
+        with pytest.raises(EngineRefusedError, match=f"{fake.url}.*{words}") as caught:
             engine.logprobs(PROMPTS[:1])
-        assert words in engine.rows()[0].error
+        assert words in caught.value.rows[0].error
 
 
 @pytest.mark.parametrize("make", ROUTES)
 def test_a_server_that_is_paused_or_full_has_as_long_as_a_load(make):
     with FakeEngine(make) as fake:
-        fake.inject("hang")
+        fake.inject("hang", ROUTES[make])
         with pytest.raises(DeadlineError, match=r"within 0\.\d+ s"):
             client(fake, load_timeout_s=0.3).logprobs(PROMPTS)
 

@@ -54,7 +54,7 @@ def test_another_client_of_an_address_is_another_engine():
     fleet.lose(first, EngineError("it is gone"))
     fleet.remove("a")
     fleet.add(again)
-    assert fleet.members() == ("b", "a") and [row.error for row in fleet.rows()] == [None, None]
+    assert fleet.members() == ("b", "a") and [row.error for row in fleet.look()] == [None, None]
     assert fleet.engines[1] is again
 
 

@@ -24,10 +24,12 @@ def described(fake, facts):
 
 
 def follow(engine, info, load=LOAD):
-    engine.connect(info)
-    engine.prefetch(8)
-    with engine.updating(8):
-        engine.load(load)
+    engine.join(info)
+    update = engine.update(8)
+    update.stage()
+    with update.begun():
+        update.load(load)
+        update.commit()
 
 
 def meeting(join, **group):
@@ -67,7 +69,7 @@ def test_stock_server_lists_transports_and_refuses_the_others(make, facts, trans
         if refused is not None:
             join, words = refused
             with pytest.raises((ConfigError, EngineRefusedError), match=f"(?s){words}"):
-                client(fake).connect(join)
+                client(fake).join(join)
             assert set(posts(fake)) <= {"weights_checker"}
     with running(make) as fake:
         assert not tx.discover(fake.url)[0].stock
@@ -78,11 +80,11 @@ def test_stock_server_refuses_partial_version_and_verification(make):
     """A stock server takes whole versions only and cannot verify the weights it holds."""
     with running(f"stock-{make}") as fake:
         engine = client(fake)
-        engine.connect(FILES)
+        engine.join(FILES)
         with pytest.raises(EngineRefusedError, match=r"whole versions only.*still serves its previous weights"):
-            engine.prefetch(8, Part(names=frozenset({"a"}), base=7))
+            engine.update(8).stage(Part(names=frozenset({"a"}), base=7))
         with pytest.raises(ConfigError, match="cannot prove which weights it holds"):
-            engine.verify({"a": "0"})
+            engine.update(8).verify({"a": "0"})
         assert not engine.verifies and fake.serving
 
 
@@ -117,8 +119,8 @@ def test_stock_vllm_clears_failed_or_active_update_before_next(failed):
             with pytest.raises(EngineRefusedError, match=r"it fails here.*is paused.*part of an update"):
                 follow(engine, VLLM)
         else:
-            engine.connect(VLLM)
-            engine.begin(7)
+            engine.join(VLLM)
+            engine.update(7).begin()
         tried = len(fake.calls)
         follow(engine, VLLM)
         again = [route for route in posts(fake, tried) if "weight" in route]
@@ -130,7 +132,6 @@ def test_stock_vllm_clears_failed_or_active_update_before_next(failed):
 def test_a_stock_vllm_that_does_not_take_its_label_stays_paused():
     with running("stock-vllm") as fake:
         fake.answers = {"POST /update_weight_version": (500, {"detail": "no"}), "POST /collective_rpc": LOADED}
-        engine = client(fake)
         with pytest.raises(EngineRefusedError, match="finish version 8"):
-            follow(engine, FILES, {"version": 8, "handoff": {"path": "/updates/8"}})
-        assert engine.rows()[0].state == "paused"
+            follow(client(fake), FILES, {"version": 8, "handoff": {"path": "/updates/8"}})
+        assert not fake.serving

@@ -26,18 +26,19 @@ def trainer(tmp_path_factory):
     return Trainer(tmp_path_factory.mktemp("versions") / "trainer", (8,))
 
 
-def test_prefix_cache_reset_is_retried_or_engine_stays_paused(fake, trainer):
-    """A busy prefix cache is reset again until it is dropped; at the deadline the engine stays paused."""
+def test_prefix_cache_reset_is_retried_until_it_is_dropped(fake, trainer):
+    """A busy prefix cache is reset again until it is dropped; at the deadline the engine serves as before."""
     busy, reset = (200, {"success": False}), "POST /reset_prefix_cache"
     answers = [busy, busy, (200, {"success": True})]
     fake.answers[reset] = lambda asked: answers.pop(0)
     trainer.update(client(fake), 8)
-    assert [call.kind or call.route for call in fake.calls][-5:] == [*[reset] * 3, "POST /resume", "state"]
+    kinds = [call.kind or call.route for call in fake.calls]
+    assert kinds[kinds.index("start") :][:5] == ["start", *[reset] * 3, "load"]
     fake.answers[reset] = busy
     engine = client(fake, timeout_s=0.5)
-    with pytest.raises(EngineRefusedError, match="could not drop"):
+    with pytest.raises(EngineRefusedError, match=r"could not drop.*serves again"):
         trainer.update(engine, 8)
-    assert engine.rows()[0].state == "paused" and not fake.serving
+    assert fake.serving
 
 
 @pytest.mark.parametrize("seeing", [None, {"mm_processor_cache_gb": 4}])
@@ -53,7 +54,7 @@ def test_a_server_that_hands_its_keys_on_must_not_keep_them(fake, trainer):
     fake.answers["GET /server_info"] = 200, {"vllm_config": connected}
     with pytest.raises(ConfigError, match=r"KV connector LMCacheConnectorV1.*old weights"):
         trainer.update(client(fake, keep_cache=True), 8)
-    assert list(fake.counts) == ["GET /server_info"]
+    assert "join" not in [call.kind for call in fake.calls]
     trainer.update(client(fake), 8)
 
 
@@ -67,19 +68,19 @@ def test_a_prefetch_is_asked_after_until_it_is_over_or_late(fake):
     working, done = {"results": [{}, {"working": True}]}, {"results": [{}, {}]}
     answers = [done, working, working, done]
     fake.answers |= {kind: lambda asked: answers.pop(0) for kind in ("prefetch", "poll")}
-    client(fake).prefetch(3)
+    client(fake).update(3).stage()
     kinds = [call.kind for call in fake.calls if call.kind not in ("", "state")]
     assert kinds == ["prefetch", "poll", "poll", "poll"]
     fake.answers |= {"prefetch": done, "poll": working}
     with pytest.raises(DeadlineError, match=r"did not .* within 2 s"):
-        client(fake, load_timeout_s=2.0).prefetch(3)
+        client(fake, load_timeout_s=2.0).update(3).stage()
 
 
 def test_worker_error_is_quoted_whole(fake):
     path = {"what": "StoreError: /root/a/weight_v31 is not there", "hint": "look"}
     fake.answers["join"] = {"results": [{"error": path}, {"error": path}]}
     with pytest.raises(EngineRefusedError, match=r"^StoreError: /root/a/weight_v31 is not there.*Next: look"):
-        client(fake).connect(JOIN)
+        client(fake).join(JOIN)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
@@ -100,7 +101,7 @@ def test_workers_without_the_plugin_are_asked_nothing(trainer):
     """Each would raise, and vLLM take one's reply for another's from then on."""
     with fakes("stock-vllm") as fake:
         engine = client(fake)
-        assert engine.pause() and not engine.state().serves
+        assert engine.pause() and engine.paused()
         engine.resume()
         with pytest.raises(EngineRefusedError, match=r"without our plugin.*install torchrl_ext"):
             engine.inspect(Inspect())
@@ -112,7 +113,7 @@ def test_workers_without_the_plugin_are_asked_nothing(trainer):
 
 def test_a_server_without_dev_routes_gets_the_hint(fake):
     fake.answers = {"GET /server_info": GONE, "POST /pause": GONE}
-    for call in (client(fake).info, lambda: client(fake).begin(1)):
+    for call in (client(fake).info, lambda: client(fake).pause()):
         with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
             call()
 
@@ -123,7 +124,7 @@ def test_connect_to_several_engines_gives_each_a_rank_offset(fake, trainer):
         fake.answers["GET /get_world_size"] = {"world_size": 6}
         fleet = tx.connect(fake.url, other.url)
         assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.info().world_size == 7
-        fleet.connect({**trainer.invitation(), "world_size": 8})
+        fleet.join({**trainer.invitation(), "world_size": 8})
         joins = [asked_of(call.body) for one in (fake, other) for call in one.calls if call.kind == "join"]
         assert [join["rank_offset"] for join in joins] == [1, 7]
         trainer.update(tx.connect(other.url, keep_cache=True), 8)

@@ -10,7 +10,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import WAIT_S
 from tests.sync.by_hand import limited
-from tests.sync.ends import change, made
+from tests.sync.ends import before, change, made
 from torchrl_ext.base.errors import EngineUnreachableError, ManifestError, UpdateError
 from torchrl_ext.base.types import Part
 from torchrl_ext.control.fleet import Fleet
@@ -206,13 +206,14 @@ def test_lost_engine_does_not_keep_other_engines_from_parts():
     sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
     sender.register_model(trained)
     sender.update_weights()
-    other.info = other.update = gone
+    other.info = gone
+    before(other, "stage", gone)
     with pytest.raises(UpdateError, match="engine-1 is gone"):
         sender.update_weights()
     assert not sender.update_weights(only=B).part, "after a failure everything is sent"
     change(trained)
     report = sender.update_weights(only=B)
     assert report.part and [row.state for row in report.engines] == ["serving", "unreachable"]
-    del other.info, other.update
+    del other.info
     assert not sender.update_weights(only=B).part
     assert all(torch.equal(module["a"].weight, trained["a"].weight) for module in served)

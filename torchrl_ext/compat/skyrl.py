@@ -244,18 +244,18 @@ class RemoteInferenceClient:
         Raises:
             ConfigError: unknown mode.
         """
-        paused = await self._state_after("pause", lambda engine: engine.pause(), pause_mode=mode.lower())
+        paused = await self._state_after("pause", "paused", lambda engine: engine.pause(), pause_mode=mode.lower())
         if clear_cache:
             await self.reset_prefix_cache()
         return paused
 
     async def resume(self) -> dict[str, Info]:
         """Resume generation on every engine; one that sleeps without weights, or holds half an update, refuses."""
-        return await self._state_after("resume", lambda engine: engine.resume())
+        return await self._state_after("resume", "serving", lambda engine: engine.resume())
 
     async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
         """Make every engine release its device memory; see `torchrl_ext.control.client.EngineClient.sleep`."""
-        return await self._state_after("sleep", lambda engine: engine.sleep(level, tags))
+        return await self._state_after("sleep", "paused", lambda engine: engine.sleep(level, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:
         """Make every engine restore its device memory; one that is fully awake serves again.
@@ -263,7 +263,7 @@ class RemoteInferenceClient:
         Args:
             tags: ``["weights"]`` or ``["kv_cache"]``; None for everything.
         """
-        return await self._state_after("wake up", lambda engine: engine.wake_up(tags))
+        return await self._state_after("wake up", "", lambda engine: engine.wake_up(tags))
 
     async def reset_prefix_cache(self) -> dict[str, Info]:
         """Make every engine drop its cached keys and values; running requests compute theirs again."""
@@ -332,10 +332,14 @@ class RemoteInferenceClient:
         how = {"timeout_s": self.control_timeout_s}
         return await self._everywhere(what, lambda one: one.port.http.post(route, body(one.url), **how))
 
-    async def _state_after(self, what: str, call: Callable[[Any], object], **settings: Any) -> dict[str, Info]:
+    async def _state_after(
+        self, what: str, state: str, call: Callable[[Any], object], **settings: Any
+    ) -> dict[str, Info]:
+        """Make a call that leads to ``state``; "" asks."""
+
         def called(engine: Any) -> Info:
             call(engine)
-            return {"status": engine.look()[0].state}
+            return {"status": state or engine.look()[0].state}
 
         return await self._everywhere(what, called, **settings)
 

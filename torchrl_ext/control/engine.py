@@ -339,7 +339,7 @@ class Engine(EngineClient):
         """
         message, before = Join.from_json(offer), self._joined
         with Steps(before.port).step("join the transport", state="the engine's weights and its pause are unchanged"):
-            if not before.port.plugin and before.connection:
+            if not before.port.plugin:
                 before.port.call(Leave(connection=before.connection))  # it may be in a group of an earlier transport
             port = self._find()
             info = port.describe()
@@ -408,7 +408,7 @@ class Engine(EngineClient):
         with steps.step("wake up"):
             state = self.port.state()
             awake = wanted == TAGS or state.asleep <= wanted
-            if awake:
+            if awake or "kv_cache" in wanted:  # some engines serve as soon as their last part wakes
                 self._refuse_unfit(state)
             steps.wake(wanted, state.asleep)
             if awake:

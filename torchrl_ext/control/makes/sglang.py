@@ -164,7 +164,7 @@ class SGLangPort(HTTPPort):
     def _start(self, message: Start) -> list[Info]:
         """Start on the workers, which refuse a replaced sender before anything else happens; then drop the cache."""
         answers = self._say(Start(connection=message.connection, bracketed=True), self.timeout_s)
-        self._drop_cached()
+        self.drop_cached()
         try:
             self._open_session()
         except (EngineError, DeadlineError):
@@ -236,7 +236,7 @@ class SGLangPort(HTTPPort):
     def wake(self, tags: frozenset[str]) -> None:
         self.http.post("/resume_memory_occupation", {"tags": sorted(tags)}, timeout_s=self.timeout_s)
 
-    def _drop_cached(self) -> None:
+    def drop_cached(self) -> None:
         """Drop keys and values in the server, then in its store, where an earlier server may have left some too."""
         if not self._settings.keep_cache:
             self._flush(frozen=self._settings.pause_mode == "in_place")
@@ -318,7 +318,7 @@ class StockSGLangPort(StockPort, SGLangPort):
     def call(self, message: Message) -> list[Info]:
         match message:
             case Start():
-                self._drop_cached()
+                self.drop_cached()
                 self._begin()
             case Load():
                 self._load(message)

@@ -124,7 +124,7 @@ class VLLMPort(HTTPPort):
         answers = answers_of(answer["results"], f"{self.url}/collective_rpc")
         match message:
             case Start():
-                self._drop_cached()
+                self.drop_cached()
             case Finish():
                 answers = confirmed(answers, self._facts.engines, self.url)
                 self._post("/update_weight_version", {"new_version": str(message.version)})
@@ -147,7 +147,7 @@ class VLLMPort(HTTPPort):
                 state="nothing was sent",
             )
 
-    def _drop_cached(self) -> None:
+    def drop_cached(self) -> None:
         if self._settings.keep_cache:
             return
         # a connector may still be copying keys and values
@@ -233,7 +233,7 @@ class StockVLLMPort(StockPort, VLLMPort):
         match message:
             case Start():
                 self._start()
-                self._drop_cached()
+                self.drop_cached()
             case Load():
                 self._load(message)
             case Finish():

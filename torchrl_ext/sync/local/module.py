@@ -150,9 +150,13 @@ class EmbeddedObjectPort(LocalPort):
         answer: Info = self._engine.handle(message)
         if isinstance(message, Finish):
             self._engine.label(str(message.version))
+        return answer
+
+    def call(self, message: Message) -> list[Info]:
+        answers = super().call(message)
         if isinstance(message, Start) and not self._keep_cache:
             self._engine.scheduler.forget()
-        return answer
+        return answers
 
     def describe(self) -> EngineInfo:
         version = self._engine.scheduler.version
@@ -215,7 +219,10 @@ class VLLMObjectPort(LocalPort):
 
     def call(self, message: Message) -> list[Info]:
         if not isinstance(message, Finish):
-            return super().call(message)
+            answers = super().call(message)
+            if isinstance(message, Start):
+                self.drop_cached()
+            return answers
         answers = confirmed(self._ask(message), self._engines, self.url)
         self.set_name(str(message.version))
         return answers
@@ -227,8 +234,6 @@ class VLLMObjectPort(LocalPort):
             Deadline(self.timeout_s).poll(
                 lambda: not merged(self._ask(poll)).get("working"), f"vLLM's workers did not {message.kind}"
             )
-        if isinstance(message, Start):
-            self.drop_cached()
         return answer
 
     def _ask(self, message: Message) -> list[Info]:
