@@ -22,8 +22,8 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Finish, Join, Rehearse
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.data.group.store import Channel
-from torchrl_ext.rl.collectors.hub import Hub, dial
-from torchrl_ext.rl.collectors.worker_end import LinkPort, WorkerTransport
+from torchrl_ext.rl.collectors.links import Hub, LinkPort, dial
+from torchrl_ext.rl.collectors.worker_end import WorkerTransport
 from torchrl_ext.sync.receiver import WeightReceiver
 
 WAIT_S = 20.0
@@ -111,9 +111,8 @@ class TestDeadlines:
         with pytest.raises(TransportError, match="a message of more than 64 bytes"):
             reader.read(Deadline(WAIT_S))
 
-    def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.rl.collectors.hub._HELLO_S", 0.3)
-        hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {})
+    def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self):
+        hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {}, hello_s=0.3)
         with socket.create_connection(hub.address[:2]) as silent:
             hello = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 1}
             silent.sendall(frame(hello))

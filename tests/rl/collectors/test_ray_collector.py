@@ -28,7 +28,7 @@ def cluster():
         yield running
 
 
-@pytest.mark.parametrize("transport", ["delta", "collective"])
+@pytest.mark.parametrize("transport", ["delta", pytest.param("collective", marks=pytest.mark.exhaustive)])
 def test_an_engine_follows_the_updater_of_a_ray_collector(cluster, transport, tmp_path):
     settings = {"root": str(tmp_path / "updates")} if transport == "delta" else {}
     model = tiny_model(seed=2)
@@ -53,7 +53,7 @@ def test_an_engine_follows_the_updater_of_a_ray_collector(cluster, transport, tm
             cluster.kill(collector._collector)
 
 
-@pytest.mark.parametrize("transport", ["delta", "collective"])
+@pytest.mark.parametrize("transport", ["collective", pytest.param("delta", marks=pytest.mark.exhaustive)])
 def test_the_workers_of_a_ray_collector_follow_a_scheme(cluster, transport, tmp_path):
     settings = {"root": str(tmp_path / "updates")} if transport == "delta" else {}
     policy = make_policy(seed=1)

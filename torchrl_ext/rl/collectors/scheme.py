@@ -8,22 +8,24 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
+from torchrl.weight_update.weight_sync_schemes import WeightSyncBackend, register_weight_sync_backend
 
 from torchrl_ext.base.errors import ConfigError, NotConnectedError
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import Log, Logs, SyncReport
 from torchrl_ext.data.transports.base import Transport
-from torchrl_ext.rl.collectors.torchrl_private import is_leaf, shared_policy, source_of
+from torchrl_ext.rl.collectors.torchrl_private import is_leaf, receivers_of, shared_policy, source_of
 from torchrl_ext.rl.collectors.trainer_end import CollectorTransport, is_per_worker
 from torchrl_ext.rl.collectors.worker_end import WorkerTransport
 
-__all__ = ["TransportWeightSyncScheme", "checked_settings"]
+__all__ = ["TransportWeightSyncScheme", "checked_settings", "register_backends"]
 
 
 class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
@@ -202,7 +204,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         A leaf's `update_policy_weights_` would copy its policy onto itself, and it cannot update other models.
         """
         context = self.context
-        for name, other in (getattr(context, "_receiver_schemes", None) or {}).items():
+        for name, other in receivers_of(context).items():
             if other is not self and (
                 f"{name}.".startswith(f"{self.model_id}.") or f"{self.model_id}.".startswith(f"{name}.")
             ):
@@ -253,6 +255,15 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         """Return what a worker needs: settings and the trainer's address."""
         here = ("_shared_transport", "_receiver_transport", "_weights", "_device_map_fn", "_scratch")
         return super().__getstate__() | dict.fromkeys(here) | {"logs": Logs()}
+
+
+def register_backends() -> None:
+    """Let TorchRL's ``WeightSyncScheme.from_backend`` make a `TransportWeightSyncScheme` by a transport's name.
+
+    Names of TorchRL's own backends stay theirs. Call it again after registering another transport.
+    """
+    for name in transports.names().keys() - {*get_args(WeightSyncBackend)}:
+        register_weight_sync_backend(name)(partial(TransportWeightSyncScheme, name))
 
 
 def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, Any]:

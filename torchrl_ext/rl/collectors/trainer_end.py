@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torchrl_ext.base.deadline import one_at_a_time
 from torchrl_ext.base.errors import (
@@ -17,16 +17,15 @@ from torchrl_ext.base.errors import (
     UpdateError,
     WeightSyncError,
 )
-from torchrl_ext.base.reports import Logs, SyncReport
+from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.base.types import Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.group.store import Channel
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.rl.collectors.hub import Hub
+from torchrl_ext.rl.collectors.links import Hub, LinkPort
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.rl.collectors.torchrl_private import ended_workers, model_of
-from torchrl_ext.rl.collectors.worker_end import Keep, LinkPort
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
@@ -39,23 +38,6 @@ _GRACE_S = 5.0
 """Seconds that the trainer waits beyond a transport's deadline, so that the transport's own error arrives."""
 
 
-class Scheme(Protocol):
-    """The parts of a `TransportWeightSyncScheme` that its trainer end uses."""
-
-    model_id: Any
-    context: Any
-    strategy: Any
-    host: str
-    start_timeout_s: float
-    timeout_s: float
-    verify: Any
-    logs: Logs
-
-    def create_transport(self) -> Any: ...
-
-    def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None: ...
-
-
 class CollectorTransport:
     """Sends a model's weights to a collector's workers over the transport that the scheme makes.
 
@@ -63,7 +45,7 @@ class CollectorTransport:
     ``wait_ack``: `send_weights` waits for every worker's acknowledgement.
 
     Args:
-        scheme: held weakly.
+        scheme: a `TransportWeightSyncScheme`, which owns this object; held weakly.
         workers: number of worker processes; None for a collector that runs in this process.
         devices: device of the workers' policies, or one per worker; None for the device of the weights.
 
@@ -72,7 +54,7 @@ class CollectorTransport:
         report: report of the last update; None before the first.
     """
 
-    def __init__(self, scheme: Scheme, workers: int | None, devices: Any = None) -> None:
+    def __init__(self, scheme: Any, workers: int | None, devices: Any = None) -> None:
         self._scheme: Any = weakref.proxy(scheme)
         self._model_id, self._devices, self.workers = str(scheme.model_id), devices, workers or 0
         self._engines: dict[Channel | None, Engine] = {}
@@ -107,8 +89,8 @@ class CollectorTransport:
             elif weights is not None:
                 self.send_weights(weights)
             else:
-                for engine in self._living(range(self.workers)).values():
-                    engine.tell(Keep())
+                for link in [] if self._hub is None else [*self._hub.links.values()]:
+                    self._port(link).keep()
         except BaseException:
             self.shutdown()
             raise
@@ -177,8 +159,11 @@ class CollectorTransport:
             )
         for link in found.values():
             if link is not None and link not in self._engines:
-                self._engines[link] = Engine(LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S))
+                self._engines[link] = Engine(self._port(link))
         return {idx: self._engines[link] for idx, link in found.items()}
+
+    def _port(self, link: Channel) -> LinkPort:
+        return LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S)
 
     def _ended(self) -> list[int]:
         return ended_workers(self._scheme.context)

@@ -1,93 +1,23 @@
-"""Drives a collector's worker as an engine: a `WeightReceiver` there answers the trainer's messages."""
+"""`WorkerTransport`, the worker end of a scheme: a `WeightReceiver` answers the trainer's messages."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import (
-    DeadlineError,
-    EngineRefusedError,
-    EngineUnreachableError,
-    NotConnectedError,
-    TransportError,
-    WeightSyncError,
-    parsed,
-    why,
-)
-from torchrl_ext.base.messages import Finish, Leave, Message, Poll, read
-from torchrl_ext.base.types import EngineInfo, Info
-from torchrl_ext.control.port import EngineState, Port
-from torchrl_ext.data.group.store import Channel
-from torchrl_ext.rl.collectors.hub import dial
+from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.base.messages import Finish, Message, read
+from torchrl_ext.base.types import Info
+from torchrl_ext.rl.collectors.links import dial
 from torchrl_ext.rl.collectors.policy_loader import ModelLoader
 from torchrl_ext.sync.receiver import WeightReceiver
 
-__all__ = ["LinkPort", "WorkerTransport"]
+__all__ = ["WorkerTransport"]
 
 log = logging.getLogger("torchrl_ext")
-
-
-class Keep(Message, frozen=True, kw_only=True):
-    """Tells a worker to stop waiting for its first weights and keep its own."""
-
-
-@final
-class LinkPort(Port):
-    """Controls the receiver in one collector worker; the worker keeps collecting while weights land, as in TorchRL.
-
-    Args:
-        link: connection to the worker.
-        timeout_s: deadline of each answer, in seconds.
-    """
-
-    kind: ClassVar[str] = "collector"
-    pauses: ClassVar[bool] = False
-
-    def __init__(self, link: Channel, *, timeout_s: float) -> None:
-        self.link, self.url, self.timeout_s = link, link.peer, timeout_s
-        self._numbers = itertools.count(1)
-
-    def describe(self) -> EngineInfo:
-        return EngineInfo(url=self.url, kind=self.kind)
-
-    def state(self, *, fit: bool = False) -> EngineState:
-        if not self.link.alive:
-            raise EngineUnreachableError(f"{self.url} ended")
-        return EngineState(paused=False)
-
-    def pause(self, before: EngineState) -> None:
-        """Do nothing: a worker keeps collecting while weights land."""
-
-    def resume(self) -> None:
-        """Do nothing, like `pause`."""
-
-    def close(self, connection: str) -> None:
-        if self.link.alive:
-            self.tell(Leave(connection=connection))
-
-    def tell(self, message: Message) -> list[Info]:
-        if isinstance(message, Poll):
-            return []
-        number, within = next(self._numbers), Deadline(self.timeout_s, self.url)
-        try:
-            self.link.send({"number": number, "message": message.to_json()}, within)
-            answer = self.link.read(within)
-            while answer is not None and answer.get("number") != number:  # a late answer to an earlier message
-                answer = self.link.read(within)
-        except TransportError as error:
-            raise EngineUnreachableError(f"{why(error)}; {self.url} ended during {message.kind!r}") from error
-        if answer is None:
-            raise within.error(f"{self.url} gave no answer to {message.kind!r}")
-        if "error" in answer:
-            what, parts = parsed(str(answer["error"]))
-            raise EngineRefusedError(f"{what}; {self.url} refused {message.kind!r}", status=None, **parts)
-        found = answer.get("answer")
-        return [found] if isinstance(found, dict) else []
 
 
 class WorkerTransport:
@@ -130,7 +60,7 @@ class WorkerTransport:
         self._link, welcome = dial(self._trainer, self._model_id, worker_idx or 0, self._timeout_s)
         self._receiver = WeightReceiver(ModelLoader(self._model, device=welcome["device"], tied=welcome["tied"]))
         try:
-            while not isinstance(done := self._answer(Deadline(self._timeout_s)), (Finish, Keep)):
+            while not isinstance(done := self._answer(Deadline(self._timeout_s)), Finish | None):
                 if isinstance(done, Exception):
                     raise done
         except BaseException:
@@ -186,16 +116,17 @@ class WorkerTransport:
         if self._link is not None:
             self._link.close()
 
-    def _answer(self, within: Deadline | None, landed: Callable[[], None] = lambda: None) -> Message | Exception:
-        """Handle and answer the trainer's next message; return the message, or the error that it caused."""
+    def _answer(self, within: Deadline | None, landed: Callable[[], None] = lambda: None) -> Message | Exception | None:
+        """Answer the trainer's next question; return its message, None without one, or the error that it caused."""
         request = self._link.read(within)
         if request is None:
             raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
-        done: Message | Exception
-        answer: Info
+        done: Message | Exception | None = None
+        answer: Info = {"answer": {}}
         try:
-            done = read(request.get("message"))
-            answer = {"answer": {} if isinstance(done, Keep) else self._receiver.handle(done)}
+            if "message" in request:
+                done = read(request["message"])
+                answer = {"answer": self._receiver.handle(done)}
             if isinstance(done, Finish):
                 landed()
         except Exception as error:  # noqa: BLE001 - every error is sent to the trainer

@@ -1,27 +1,44 @@
-"""Connects a collector's workers to their trainer over TCP (`torchrl_ext.data.group.store`).
+"""Connects a collector's workers to their trainer over TCP, by JSON in frames of `torchrl_ext.data.group.store`.
 
-A worker dials and introduces itself; the trainer answers ``{"welcome": ...}`` or ``{"refused": why}``. From then on the
-trainer sends requests and the worker answers them.
+=================================================  =================================================================
+``{"token", "model_id", "worker", "pid"}``         worker, at once: introduces itself
+``{"welcome": {"tied", "device"}}``                trainer; or ``{"refused": why}``
+``{"number", "message"}``                          trainer: a message to handle; without one, the worker keeps its own
+                                                   weights and need not wait for the first
+``{"number", "answer"}``                           worker; or ``{"number", "error": text}``
+=================================================  =================================================================
 """
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, final
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import DeadlineError, NotConnectedError, WeightSyncError
-from torchrl_ext.base.types import Info
+from torchrl_ext.base.errors import (
+    DeadlineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+    parsed,
+    why,
+)
+from torchrl_ext.base.messages import Leave, Message, Poll
+from torchrl_ext.base.types import EngineInfo, Info
+from torchrl_ext.control.port import EngineState, Port
 from torchrl_ext.data.group.store import LONGEST_BYTES, Channel, close_in_children, serve
 
-__all__ = ["Hub", "dial"]
+__all__ = ["Hub", "LinkPort", "dial"]
 
-_HELLO_S, _HELLO_BYTES = 10.0, 4096
+_HELLO_BYTES = 4096
 _LOOK_S = 0.1
 """Longest pause between two checks of which workers have connected or ended, in seconds."""
 
@@ -33,14 +50,17 @@ class Hub:
         host: address to listen on, which workers dial.
         workers: number of workers.
         welcome: returns the welcome message for worker ``idx`` (JSON-safe).
+        hello_s: how long a worker may take to introduce itself, and to read the answer, in seconds.
 
     Attributes:
         address: host, port and token that workers need to connect.
         links: connections of the accepted workers, by worker index.
     """
 
-    def __init__(self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info]) -> None:
-        self._model_id, self._workers, self._welcome = model_id, workers, welcome
+    def __init__(
+        self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info], *, hello_s: float = 10.0
+    ) -> None:
+        self._model_id, self._workers, self._welcome, self._hello_s = model_id, workers, welcome, hello_s
         listener, self._lock = socket.create_server((host, 0), backlog=128), threading.Lock()
         self.address = (host, int(listener.getsockname()[1]), secrets.token_hex(16))
         self.links: dict[int, Channel] = {}
@@ -83,9 +103,9 @@ class Hub:
         """Accept the worker that dialled from ``address``, or tell it why it is refused."""
         link = Channel(connection, f"{address[0]}:{address[1]}", longest_bytes=_HELLO_BYTES)
         try:
-            refusal = self._refusal(link.read(Deadline(_HELLO_S)) or {}, link)
+            refusal = self._refusal(link.read(Deadline(self._hello_s)) or {}, link)
             if refusal is not None:
-                link.send({"refused": refusal}, Deadline(_HELLO_S))
+                link.send({"refused": refusal}, Deadline(self._hello_s))
                 link.close()
         except WeightSyncError:  # the peer left, does not read, or does not speak our protocol
             link.close()
@@ -109,7 +129,7 @@ class Hub:
                 return f"{known.peer} is connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
             link.longest_bytes = LONGEST_BYTES
-            link.send({"welcome": self._welcome(idx)}, Deadline(_HELLO_S))
+            link.send({"welcome": self._welcome(idx)}, Deadline(self._hello_s))
             self.links[idx] = link
         return None
 
@@ -146,3 +166,64 @@ def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: f
         f"{trainer} refused {who}: {answer.get('refused', 'no reason given')}",
         expected="one scheme per model, one worker per index",
     )
+
+
+@final
+class LinkPort(Port):
+    """Controls the receiver in one collector worker; the worker keeps collecting while weights land, as in TorchRL.
+
+    Args:
+        link: connection to the worker.
+        timeout_s: deadline of each answer, in seconds.
+    """
+
+    kind: ClassVar[str] = "collector"
+    pauses: ClassVar[bool] = False
+
+    def __init__(self, link: Channel, *, timeout_s: float) -> None:
+        self.link, self.url, self.timeout_s = link, link.peer, timeout_s
+        self._numbers = itertools.count(1)
+
+    def describe(self) -> EngineInfo:
+        return EngineInfo(url=self.url, kind=self.kind)
+
+    def state(self, *, fit: bool = False) -> EngineState:
+        if not self.link.alive:
+            raise EngineUnreachableError(f"{self.url} ended")
+        return EngineState(paused=False)
+
+    def pause(self, before: EngineState) -> None:
+        """Do nothing: a worker keeps collecting while weights land."""
+
+    def resume(self) -> None:
+        """Do nothing, like `pause`."""
+
+    def close(self, connection: str) -> None:
+        if self.link.alive:
+            self.tell(Leave(connection=connection))
+
+    def tell(self, message: Message) -> list[Info]:
+        if isinstance(message, Poll):  # a worker handles each message before it answers
+            return []
+        return [self._ask({"message": message.to_json()}, message.kind)]
+
+    def keep(self) -> None:
+        """Tell the worker that it keeps its own weights, instead of waiting for the first."""
+        self._ask({}, "the start")
+
+    def _ask(self, question: Info, what: str) -> Info:
+        number, within = next(self._numbers), Deadline(self.timeout_s, self.url)
+        try:
+            self.link.send({"number": number, **question}, within)
+            answer = self.link.read(within)
+            while answer is not None and answer.get("number") != number:  # a late answer to an earlier message
+                answer = self.link.read(within)
+        except TransportError as error:
+            raise EngineUnreachableError(f"{why(error)}; {self.url} ended during {what!r}") from error
+        if answer is None:
+            raise within.error(f"{self.url} gave no answer to {what!r}")
+        if "error" in answer:
+            said, parts = parsed(str(answer["error"]))
+            raise EngineRefusedError(f"{said}; {self.url} refused {what!r}", status=None, **parts)
+        found = answer.get("answer")
+        return found if isinstance(found, dict) else {}
