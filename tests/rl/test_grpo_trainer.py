@@ -9,7 +9,7 @@ from torchrl.trainers.trainers import UpdateWeights
 
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
-from tests.rl.collectors.collecting import make_policy, same, train
+from tests.rl.collecting import make_policy, same, train
 from tests.rl.grpo import trained
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.data.weights.derived import as_source

@@ -20,8 +20,8 @@ import torchrl_ext as tx
 import torchrl_ext.rl.hydra as groups
 from tests.processes import ROOT, finished, python
 from torchrl_ext.base.registry import transports
-from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
-from torchrl_ext.rl.collectors.updater import TransportWeightUpdater
+from torchrl_ext.rl.scheme import TransportWeightSyncScheme
+from torchrl_ext.rl.updater import TransportWeightUpdater
 
 TRAINER_S = 300
 SCRIPT = """

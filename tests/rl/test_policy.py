@@ -14,8 +14,8 @@ from tests.control import sockets
 from tests.control.requests.inputs import TEMPLATE, leaves, prompts
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.rl.policy.policy import RemoteLLMPolicy
-from torchrl_ext.rl.policy.versions import TokenVersions
+from torchrl_ext.rl.policy import RemoteLLMPolicy
+from torchrl_ext.rl.versions import TokenVersions
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 OURS = {("token_versions", "response"), ("token_versions", "full"), "response_truncated"}

@@ -9,7 +9,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.modules.llm.policies import LogProbs, Masks
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.rl.policy.versions import MaxLag, TokenVersions
+from torchrl_ext.rl.versions import MaxLag, TokenVersions
 
 ROWS = st.lists(st.lists(st.integers(-1, 7), min_size=1, max_size=3), min_size=1, max_size=3)
 

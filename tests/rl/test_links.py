@@ -22,8 +22,8 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Finish, Join, Rehearse
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.data.group.store import Channel
-from torchrl_ext.rl.collectors.links import Hub, LinkPort, dial
-from torchrl_ext.rl.collectors.worker_end import WorkerTransport
+from torchrl_ext.rl.links import Hub, LinkPort, dial
+from torchrl_ext.rl.worker_end import WorkerTransport
 from torchrl_ext.sync.receiver import WeightReceiver
 
 WAIT_S = 20.0

@@ -21,9 +21,9 @@ from torchrl_ext.base.errors import ConfigError, NotConnectedError
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import Log, Logs, SyncReport
 from torchrl_ext.data.transports.base import Transport
-from torchrl_ext.rl.collectors.torchrl_private import is_leaf, receivers_of, shared_policy, source_of
-from torchrl_ext.rl.collectors.trainer_end import CollectorTransport, is_per_worker
-from torchrl_ext.rl.collectors.worker_end import WorkerTransport
+from torchrl_ext.rl.torchrl_private import is_leaf, receivers_of, shared_policy, source_of
+from torchrl_ext.rl.trainer_end import CollectorTransport, is_per_worker
+from torchrl_ext.rl.worker_end import WorkerTransport
 
 __all__ = ["TransportWeightSyncScheme", "checked_settings", "register_backends"]
 

@@ -15,8 +15,8 @@ from torchrl.modules.llm import TransformersWrapper
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
-from tests.rl.collectors.chat import make_env, make_remote_policy
-from tests.rl.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
+from tests.rl.chat import make_env, make_remote_policy
+from tests.rl.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.sync.local.inprocess import InProcessEngine

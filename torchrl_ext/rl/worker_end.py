@@ -11,8 +11,8 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.base.messages import Finish, Message, read
 from torchrl_ext.base.types import Info
-from torchrl_ext.rl.collectors.links import dial
-from torchrl_ext.rl.collectors.policy_loader import ModelLoader
+from torchrl_ext.rl.links import dial
+from torchrl_ext.rl.policy_loader import ModelLoader
 from torchrl_ext.sync.receiver import WeightReceiver
 
 __all__ = ["WorkerTransport"]

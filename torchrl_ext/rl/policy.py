@@ -28,7 +28,7 @@ from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Info
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.requests.generation import UNKNOWN_VERSION, Generation
-from torchrl_ext.rl.policy.versions import TokenVersions
+from torchrl_ext.rl.versions import TokenVersions
 
 __all__ = ["RemoteLLMPolicy"]
 

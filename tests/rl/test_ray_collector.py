@@ -15,8 +15,8 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 import torchrl_ext as tx
 from tests.control.ray_cluster import two_nodes
 from tests.models import tiny_checkpoint, tiny_model
-from tests.rl.collectors.chat import make_env, make_remote_policy
-from tests.rl.collectors.collecting import Walk, make_policy, same, train
+from tests.rl.chat import make_env, make_remote_policy
+from tests.rl.collecting import Walk, make_policy, same, train
 from torchrl_ext.control.serving.embedded import EmbeddedServer
 
 WAIT_S = 120

@@ -19,7 +19,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 
 import torchrl_ext as tx
-from tests.rl.collectors.collecting import (
+from tests.rl.collecting import (
     BETWEEN_PROCESSES,
     WAIT_S,
     Mortal,
@@ -42,7 +42,7 @@ from torchrl_ext.base.errors import (
     UpdateError,
 )
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.rl.collectors.scheme import register_backends
+from torchrl_ext.rl.scheme import register_backends
 
 Scheme = tx.TransportWeightSyncScheme
 STATE = "policy.module[2]"
