@@ -24,8 +24,8 @@ from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.group.store import Channel
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.rl.links import Hub, LinkPort
-from torchrl_ext.rl.policy_loader import ModelLoader
 from torchrl_ext.rl.torchrl_private import ended_workers, model_of
+from torchrl_ext.rl.worker_end import ModelLoader
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
