@@ -24,6 +24,7 @@ from torchrl_ext.rl.scheme import TransportWeightSyncScheme
 from torchrl_ext.rl.updater import TransportWeightUpdater
 
 TRAINER_S = 300
+groups.register()
 SCRIPT = """
 import os, runpy, sys
 runpy.run_path("tests/real_engines/site/sitecustomize.py")["fork_from_a_helper"](())  # it imported all
@@ -144,10 +145,11 @@ def test_an_updater_of_a_config_opens_nothing_before_it_pushes(tmp_path):
     updater.shutdown()
 
 
-def test_one_import_is_enough():
+def test_one_call_is_enough():
     names = python(
         "import json, sys; assert 'hydra' not in sys.modules\n"
         "import torchrl_ext.rl.hydra\n"
+        "torchrl_ext.rl.hydra.register()\n"
         "from hydra.core.config_store import ConfigStore\n"
         "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))"
     )

@@ -211,66 +211,27 @@ def test_single_process_collector_needs_no_scheme_of_its_own():
 class Factories:
     """What a scheme sees of a collector whose workers make their own policies."""
 
-    def __init__(self, *factories):
-        self.policy_factory, self.num_workers, self.procs = list(factories), len(factories), []
+    num_workers, procs = 2, ()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_workers_start_with_the_policy_of_their_factory(shared):
-    """Workers keep the policies of their own factories, and start equal if they share one factory."""
-    models, scheme = [make_policy(1), make_policy(2)], Scheme("disk")
-    factories = [partial(make_policy, 3)] * 2 if shared else [partial(make_policy, seed) for seed in (1, 2)]
-    collector = Factories(*factories)
+def test_workers_keep_the_policies_of_their_factories():
+    """Until the first update; the trainer has no policy of its own to start them with."""
+    models, scheme, collector = [make_policy(1), make_policy(2)], Scheme("disk"), Factories()
     with followers(scheme, models, context=collector):
-        zero, one = (3, 3) if shared else (1, 2)
-        assert same(models[0].state_dict(), make_policy(zero).state_dict())
-        assert same(models[1].state_dict(), make_policy(one).state_dict())
+        assert all(same(model.state_dict(), make_policy(seed).state_dict()) for seed, model in enumerate(models, 1))
         scheme.send({1: TensorDict.from_module(make_policy(5)).data})
-        assert same(models[0].state_dict(), make_policy(zero).state_dict())
+        assert same(models[0].state_dict(), make_policy(1).state_dict())
         assert same(models[1].state_dict(), make_policy(5).state_dict())
 
 
-def policy_of_this_process():
-    return make_policy(os.getpid())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shared", [False, True])
-def test_processes_start_with_the_policy_of_their_factory(shared):
-    factories = policy_of_this_process if shared else [partial(make_policy, seed) for seed in (3, 4)]
-    settings = {"weight_sync_schemes": {"policy": Scheme("disk")}, "frames_per_batch": 20, "total_frames": 200}
-    collector = MultiSyncCollector([Walk, Walk], policy_factory=factories, **settings)
-    try:
-        next(iter(collector))
-        zero, one = worker_weights(collector)
-        assert same(zero, (policy_of_this_process() if shared else make_policy(3)).state_dict())
-        assert same(one, zero) if shared else same(one, make_policy(4).state_dict())
-    finally:
-        collector.shutdown()
-
-
 def test_each_worker_can_have_weights_of_its_own():
-    sent = [TensorDict.from_module(make_policy(seed)).data for seed in (3, 4)]
     models, scheme = [make_policy(), make_policy()], Scheme("disk")
-    with followers(scheme, models, params_map=dict(enumerate(sent))):
-        assert all(
-            same(model.state_dict(), make_policy(seed).state_dict()) for model, seed in zip(models, (3, 4), strict=True)
-        )
-        scheme.send({1: make_policy(5)})
+    with followers(scheme, models, model=make_policy(3)):
+        scheme.send({0: make_policy(3), 1: make_policy(5)})
         assert same(models[0].state_dict(), make_policy(3).state_dict())
         assert same(models[1].state_dict(), make_policy(5).state_dict())
         with pytest.raises(ConfigError, match=r"no worker 2 of model 'policy'.*\[0, 1\]"):
             scheme.send(make_policy(), worker_ids=[2])
-
-
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-def test_both_torchrl_strategies_deliver_initial_worker_weights(strategy, recwarn):
-    """Workers start with the policy by either strategy, and with mapped weights by that of TensorDicts."""
-    policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme("disk", strategy=strategy)
-    by = {"device_map_fn": lambda idx, weights: weights * idx} if strategy == "tensordict" else {}
-    with followers(scheme, models, model=policy, **by):
-        assert not by or not any(tensor.any() for tensor in models[0].state_dict().values())
-        assert same(models[1].state_dict(), policy.state_dict())
 
 
 class Tied(nn.Module):
@@ -317,7 +278,10 @@ def test_meta_policy_gets_storage_ties_and_extra_state(transport, monkeypatch):
 
 
 def test_a_buffer_without_storage_that_does_not_come_is_named(recwarn):
+    """By the strategy that sends state dicts; that of TensorDicts sends such buffers, too."""
     trained, bare, scheme = Tied(), Tied().to("meta"), Scheme("disk", strategy="state_dict", start_timeout_s=5)
+    with followers(Scheme("disk", strategy="state_dict"), [own := make_policy(1)], model=make_policy()):
+        assert same(own.state_dict(), make_policy().state_dict())
     with (
         pytest.raises(UpdateError, match="'scratch' of the policy has no storage"),
         followers(scheme, [bare], model=trained),
@@ -389,7 +353,6 @@ def test_settings_are_checked_when_the_scheme_is_made():
     for given, said in (
         ({"model": make_policy()}, "number of workers of model 'critic'"),
         ({"num_workers": 1}, "nothing to send for model 'critic'"),
-        ({"params_map": {0: {}}, "model": make_policy()}, "more than one thing to send for model 'critic'"),
     ):
         with pytest.raises(ConfigError, match=said):
             Scheme("disk").init_on_sender(model_id="critic", **given)

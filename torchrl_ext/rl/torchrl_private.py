@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_attr
 
-__all__ = ["ended_workers", "is_leaf", "model_of", "receivers_of", "shared_policy", "source_of"]
+__all__ = ["ended_workers", "is_leaf", "model_of", "receivers_of", "source_of"]
 
 
 def model_of(context: Any, model_id: str) -> Any | None:
@@ -30,15 +29,6 @@ def source_of(context: Any, model_id: str) -> Any | None:
     """Return the model to send: the policy that a `Collector` was given, not the copy that it runs; else `model_of`."""
     given = getattr(context, "_orig_policy", None) if isinstance(context, Collector) and model_id == "policy" else None
     return model_of(context, model_id) if given is None else given
-
-
-def shared_policy(context: Any) -> nn.Module | None:
-    """Return a policy made by the factory that all of a collector's workers share; None if they share none."""
-    factories = getattr(context, "policy_factory", None) or [None]
-    if factories[0] is None or any(one is not factories[0] for one in factories):
-        return None
-    policy = factories[0]()
-    return policy if isinstance(policy, nn.Module) else None
 
 
 def ended_workers(context: Any) -> list[int]:

@@ -47,7 +47,7 @@ class CollectorTransport:
     Args:
         scheme: a `TransportWeightSyncScheme`, which owns this object; held weakly.
         workers: number of worker processes; None for a collector that runs in this process.
-        devices: device of the workers' policies, or one per worker; None for the device of the weights.
+        devices: where a policy on the meta device gets its storage, or one per worker; None where the weights are.
 
     Attributes:
         address: host, port and token that workers need to connect; None without workers.
@@ -67,9 +67,8 @@ class CollectorTransport:
             receiver = WeightReceiver(ModelLoader(lambda: model_of(self._scheme.context, self._model_id)))
             self._engines[None] = InProcessEngine(receiver, url=f"model {self._model_id!r} of this process")
             return
-        weights: Any = scheme.prepare_weights(None, self._model_id, scheme.strategy, scheme.context)
-        one = next(iter(weights.values())) if is_per_worker(weights) else weights
-        source = as_source({} if one is None else one)
+        weights = scheme.prepare_weights(None, self._model_id, scheme.strategy, scheme.context)
+        source = as_source({} if weights is None else weights)
         self._tied, self._home = dict(source.tied()), next((str(tensor.device) for _, tensor in source), None)
         self._hub = Hub(scheme.host, self._model_id, workers, self._welcome)
         self.address = self._hub.address

@@ -185,15 +185,7 @@ class ModelLoader(WeightLoader, Patchable):
         model, self._sent = self._current_model(), None
         if isinstance(model, nn.Module):
             self._give_storage(model, {meta.name for meta in sent})
-        try:
-            self._current().check(sent)
-        except ManifestError as error:
-            raise ManifestError(
-                error.what,
-                expected=error.expected,
-                state=error.state,
-                hint="send the weights of a policy of the same class",
-            ) from error
+        self._current().check(sent)
         self._sent = sent
 
     def part(self, names: frozenset[str] | None) -> None:
