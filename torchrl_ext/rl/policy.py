@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import (
@@ -267,15 +266,8 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
                 del self._first[next(iter(self._first))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """A batch of B prompts.
-
-    Attributes:
-        tokens: token ids of each, without padding.
-        text: B strings; empty in tokens mode.
-        history: a `History` of shape ``(B, turns)`` in history mode, else None.
-    """
+class Prompts(NamedTuple):
+    """B prompts: token ids without padding; text but in tokens mode; a `History` (B, turns) in history mode."""
 
     tokens: Sequence[Any]
     text: Sequence[str] = ()

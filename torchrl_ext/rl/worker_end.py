@@ -188,10 +188,6 @@ class ModelLoader(WeightLoader, Patchable):
         self._current().check(sent)
         self._sent = sent
 
-    def part(self, names: frozenset[str] | None) -> None:
-        self._extra = {}
-        self._current().part(None if names is None else frozenset(name for name in names if not _is_extra(name)))
-
     def start(self) -> None:
         self._extra = {}
 
