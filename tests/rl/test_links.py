@@ -112,7 +112,7 @@ class TestDeadlines:
             reader.read(Deadline(WAIT_S))
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self):
-        hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {}, hello_s=0.3)
+        hub = Hub("127.0.0.1", "policy", 2, LARGE, hello_s=0.3)
         with socket.create_connection(hub.address[:2]) as silent:
             hello = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 1}
             silent.sendall(frame(hello))
@@ -137,7 +137,7 @@ class TestDeadlines:
 class TestWhatOthersSay:
     @given(data=st.data())
     def test_a_hub_accepts_no_one_who_says_something_else(self, data):
-        hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
+        hub = Hub("127.0.0.1", "policy", 1, {})
         whole = {"token": hub.address[2], "model_id": "policy", "worker": 0}
         sent = data.draw(spoken({**whole, "pid": 7}))
         heard(sent, lambda ours: hub.meet(ours, ("somebody", 0)))
@@ -161,13 +161,13 @@ class TestWhatOthersSay:
 
     @pytest.mark.parametrize("token", ["\u00e9", "\ud800"])
     def test_a_token_of_any_signs_is_another_trainers(self, token):
-        hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
+        hub = Hub("127.0.0.1", "policy", 1, {})
         with pytest.raises(NotConnectedError, match="another trainer's address"):
             dial((*hub.address[:2], token), "policy", 0, WAIT_S)
         hub.close()
 
     def test_a_stranger_is_not_listened_to_at_length(self):
-        hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
+        hub = Hub("127.0.0.1", "policy", 1, {})
         with socket.create_connection(hub.address[:2], timeout=WAIT_S) as stranger:
             stranger.sendall((1 << 20).to_bytes(4, "big"))
             assert stranger.recv(1) == b""  # at once, and not when its time is over

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
+import msgspec
+
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
     DeadlineError,
@@ -43,13 +45,20 @@ _LOOK_S = 0.1
 """Longest pause between two checks of which workers have connected or ended, in seconds."""
 
 
+class _Hello(msgspec.Struct):
+    token: str
+    model_id: str
+    worker: int
+    pid: int
+
+
 class Hub:
     """Listens for the workers of one model; a thread per connection accepts or refuses the worker.
 
     Args:
         host: address to listen on, which workers dial.
         workers: number of workers.
-        welcome: returns the welcome message for worker ``idx`` (JSON-safe).
+        welcome: what workers are told at first (JSON-safe).
         hello_s: how long a worker may take to introduce itself, and to read the answer, in seconds.
 
     Attributes:
@@ -57,9 +66,7 @@ class Hub:
         links: connections of the accepted workers, by worker index.
     """
 
-    def __init__(
-        self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info], *, hello_s: float = 10.0
-    ) -> None:
+    def __init__(self, host: str, model_id: str, workers: int, welcome: Info, *, hello_s: float = 10.0) -> None:
         self._model_id, self._workers, self._welcome, self._hello_s = model_id, workers, welcome, hello_s
         listener, self._lock = socket.create_server((host, 0), backlog=128), threading.Lock()
         self.address = (host, int(listener.getsockname()[1]), secrets.token_hex(16))
@@ -103,7 +110,8 @@ class Hub:
         """Accept the worker that dialled from ``address``, or tell it why it is refused."""
         link = Channel(connection, f"{address[0]}:{address[1]}", longest_bytes=_HELLO_BYTES)
         try:
-            refusal = self._refusal(link.read(Deadline(self._hello_s)) or {}, link)
+            hello = link.read(Deadline(self._hello_s), _Hello)
+            refusal = "it did not introduce itself" if hello is None else self._refusal(hello, link)
             if refusal is not None:
                 link.send({"refused": refusal}, Deadline(self._hello_s))
                 link.close()
@@ -113,23 +121,21 @@ class Hub:
     def _missing(self) -> list[int]:
         return [idx for idx in range(self._workers) if idx not in self.links]
 
-    def _refusal(self, hello: Info, link: Channel) -> str | None:
+    def _refusal(self, hello: _Hello, link: Channel) -> str | None:
         """Accept the worker and return None, or return why it is refused."""
-        token = str(hello.get("token", "")).encode(errors="replace")  # compare_digest takes only ASCII text
-        if not hmac.compare_digest(token, self.address[2].encode()):
+        idx, who = hello.worker, f"worker {hello.worker} of model {self._model_id!r} (pid {hello.pid})"
+        if not hmac.compare_digest(hello.token.encode(), self.address[2].encode()):
             return "this is another trainer's address"
-        idx, pid, model_id = hello.get("worker"), hello.get("pid"), hello.get("model_id")
-        if type(idx) is not int or type(pid) is not int or not 0 <= idx < self._workers:
-            return f"worker {idx!r} (pid {pid!r}) is not among the {self._workers} workers of model {self._model_id!r}"
-        if model_id != self._model_id:
-            return f"this scheme carries model {self._model_id!r}, not {model_id!r}"
+        if not 0 <= idx < self._workers:
+            return f"{who} is not among the {self._workers} workers"
+        if hello.model_id != self._model_id:
+            return f"this scheme carries model {self._model_id!r}, not {hello.model_id!r}"
         with self._lock:
             known = self.links.get(idx)
             if known is not None and known.alive:  # a new process may replace a dead one
                 return f"{known.peer} is connected already"
-            link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
-            link.longest_bytes = LONGEST_BYTES
-            link.send({"welcome": self._welcome(idx)}, Deadline(self._hello_s))
+            link.peer, link.longest_bytes = who, LONGEST_BYTES
+            link.send({"welcome": self._welcome}, Deadline(self._hello_s))
             self.links[idx] = link
         return None
 

@@ -127,7 +127,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
             num_workers = getattr(context, "num_workers", None)
         self.model_id, self.context, self.model = model_id, context, model
         self.weights = model if weights is None else weights
-        self.shared_transport = CollectorTransport(self, num_workers, getattr(context, "policy_device", None))
+        self.shared_transport = CollectorTransport(self, num_workers)
         self._address = self.shared_transport.address
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None:
@@ -174,7 +174,8 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self.model_id, self.context, self.model = model_id, context, model  # the base class looks up a missing model
         found = getattr(context, "worker_idx", None)
         self.worker_idx = worker_idx if found is None else found
-        transport = WorkerTransport(self._address, model_id, lambda: self.model, self.start_timeout_s)
+        device = getattr(context, "policy_device", None)
+        transport = WorkerTransport(self._address, model_id, lambda: self.model, self.start_timeout_s, device)
         self._register_transport_receiver(transport)
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:

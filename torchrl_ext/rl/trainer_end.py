@@ -18,7 +18,6 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
 )
 from torchrl_ext.base.reports import SyncReport
-from torchrl_ext.base.types import Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.group.store import Channel
@@ -47,16 +46,15 @@ class CollectorTransport:
     Args:
         scheme: a `TransportWeightSyncScheme`, which owns this object; held weakly.
         workers: number of worker processes; None for a collector that runs in this process.
-        devices: where a policy on the meta device gets its storage, or one per worker; None where the weights are.
 
     Attributes:
         address: host, port and token that workers need to connect; None without workers.
         report: report of the last update; None before the first.
     """
 
-    def __init__(self, scheme: Any, workers: int | None, devices: Any = None) -> None:
+    def __init__(self, scheme: Any, workers: int | None) -> None:
         self._scheme: Any = weakref.proxy(scheme)
-        self._model_id, self._devices, self.workers = str(scheme.model_id), devices, workers or 0
+        self._model_id, self.workers = str(scheme.model_id), workers or 0
         self._engines: dict[Channel | None, Engine] = {}
         self._sender: tuple[list[Engine], WeightSender] | None = None
         self._busy = threading.Lock()
@@ -69,8 +67,8 @@ class CollectorTransport:
             return
         weights = scheme.prepare_weights(None, self._model_id, scheme.strategy, scheme.context)
         source = as_source({} if weights is None else weights)
-        self._tied, self._home = dict(source.tied()), next((str(tensor.device) for _, tensor in source), None)
-        self._hub = Hub(scheme.host, self._model_id, workers, self._welcome)
+        home = next((str(tensor.device) for _, tensor in source), None)
+        self._hub = Hub(scheme.host, self._model_id, workers, {"tied": dict(source.tied()), "device": home})
         self.address = self._hub.address
 
     def setup_connection_and_weights_on_sender(self, weights: Any = None) -> None:
@@ -166,11 +164,6 @@ class CollectorTransport:
 
     def _ended(self) -> list[int]:
         return ended_workers(self._scheme.context)
-
-    def _welcome(self, idx: int) -> Info:
-        devices = self._devices if isinstance(self._devices, (list, tuple)) else [self._devices] * (idx + 1)
-        device = devices[idx] if idx < len(devices) else None
-        return {"tied": self._tied, "device": self._home if device is None else str(device)}
 
 
 def is_per_worker(weights: Any) -> bool:

@@ -47,12 +47,19 @@ class WorkerTransport:
         model: returns the object that receives the weights.
         timeout_s: deadline for connecting, for each message until the first weights have landed, and for sending an
             answer, in seconds.
+        device: where a policy on the meta device gets its storage; None for the device of the trainer's weights.
     """
 
     def __init__(
-        self, trainer: tuple[str, int, str] | None, model_id: str, model: Callable[[], Any], timeout_s: float
+        self,
+        trainer: tuple[str, int, str] | None,
+        model_id: str,
+        model: Callable[[], Any],
+        timeout_s: float,
+        device: torch.device | str | None = None,
     ) -> None:
         self._trainer, self._model_id, self._model, self._timeout_s = trainer, model_id, model, timeout_s
+        self._device = device
         self._link: Any = None  # None until connected
         self._receiver = WeightReceiver()
         self._news = threading.Condition()
@@ -75,7 +82,8 @@ class WorkerTransport:
                 hint="call init_on_sender before the scheme is handed to its workers",
             )
         self._link, welcome = dial(self._trainer, self._model_id, worker_idx or 0, self._timeout_s)
-        self._receiver = WeightReceiver(ModelLoader(self._model, device=welcome["device"], tied=welcome["tied"]))
+        device = self._device or welcome["device"]
+        self._receiver = WeightReceiver(ModelLoader(self._model, device=device, tied=welcome["tied"]))
         try:
             while not isinstance(done := self._answer(Deadline(self._timeout_s)), Finish | None):
                 if isinstance(done, Exception):
@@ -170,9 +178,7 @@ class ModelLoader(WeightLoader, Patchable):
             their storage.
     """
 
-    def __init__(
-        self, model: Callable[[], Any], *, device: str | None = None, tied: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, model: Callable[[], Any], *, device: Any = None, tied: Mapping[str, str] | None = None) -> None:
         self._get, self._device, self._tied = model, device or "cpu", dict(tied or {})
         self._loader: TensorsLoader | None = None
         self._model: Any = None
