@@ -18,7 +18,7 @@ from omegaconf import MISSING
 
 import torchrl_ext as tx
 import torchrl_ext.rl.hydra as groups
-from tests.processes import ROOT, finished, python
+from tests.processes import ROOT, finished
 from torchrl_ext.base.registry import transports
 from torchrl_ext.rl.scheme import TransportWeightSyncScheme
 from torchrl_ext.rl.updater import TransportWeightUpdater
@@ -143,36 +143,6 @@ def test_an_updater_of_a_config_opens_nothing_before_it_pushes(tmp_path):
     found = tx.DiskTransport(root).receive_weights(1.0)["w"]
     assert found.tolist() == [0, 1, 2, 3] and found.dtype == torch.bfloat16
     updater.shutdown()
-
-
-def test_one_call_is_enough():
-    names = python(
-        "import json, sys; assert 'hydra' not in sys.modules\n"
-        "import torchrl_ext.rl.hydra\n"
-        "torchrl_ext.rl.hydra.register()\n"
-        "from hydra.core.config_store import ConfigStore\n"
-        "print(json.dumps(ConfigStore.instance().list('weight_sync_scheme')))"
-    )
-    found = {name.removesuffix(".yaml") for name in json.loads(names)}
-    assert {"multiprocess", "shared_mem"} | set(tx.transports()) <= found
-
-
-def test_options_work_without_hydra_installed():
-    """Options work without hydra-core; importing the hydra groups raises a ConfigError that names it."""
-    python(
-        "import sys, torch, torchrl_ext as tx; tx.DiskTransport\n"
-        "assert tx.WeightUpdateConfig().transport_config().name == 'collective'\n"
-        "assert not {'hydra', 'torchrl', 'transformers'} & set(sys.modules)\n"
-        "sys.modules['hydra'] = None\n"
-        "assert tx.WeightUpdateConfig().update_weight_mode == 'full'\n"
-        "try:\n"
-        "    import torchrl_ext.rl.hydra\n"
-        "except tx.errors.ConfigError as error:\n"
-        "    assert 'hydra groups need hydra-core' in str(error)\n"
-        "else:\n"
-        "    raise AssertionError",
-        fresh=True,
-    )
 
 
 @pytest.mark.parametrize("transport", ["delta", pytest.param("ipc", marks=pytest.mark.exhaustive)])

@@ -1,7 +1,4 @@
-"""`TransportWeightSyncScheme` in collectors, and with workers in threads: bits, versions, failures.
-
-Most promises are shown with workers in threads, which connect over TCP as processes do.
-"""
+"""`TransportWeightSyncScheme` in collectors, and with workers in threads, which connect over TCP as processes do."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from tests.rl.collecting import (
     Mortal,
     Walk,
     followers,
+    forking,
     join,
     make_policy,
     processes,
@@ -56,8 +54,14 @@ def sampled(usual, names):
 # collectors of several processes
 
 
-@pytest.mark.parametrize("transport", sampled(["delta"], ["process", "shared", *BETWEEN_PROCESSES]))
-def test_processes_of_a_collector_follow_the_trainer(transport):
+@pytest.fixture(scope="module")
+def forked():
+    with forking() as context:
+        yield context
+
+
+@pytest.mark.parametrize("transport", sampled(["delta", "process"], ["process", "shared", *BETWEEN_PROCESSES]))
+def test_processes_of_a_collector_follow_the_trainer(forked, transport):
     """By TorchRL's own schemes as by ours, which also update some workers, and several models at once."""
     theirs = {"process": MultiProcessWeightSyncScheme, "shared": SharedMemWeightSyncScheme}
     make, ours = theirs.get(transport, partial(Scheme, transport)), transport not in theirs
@@ -93,12 +97,31 @@ def test_processes_of_a_collector_follow_the_trainer(transport):
             scheme.shutdown()
 
 
+@pytest.mark.parametrize("first", [(3, 4), (7, 7)])
+def test_workers_keep_their_factories_policies_without_one(forked, first):
+    """Until the first update, if the trainer has no ``policy`` beside the factories to start them with."""
+    scheme, factories = Scheme("disk"), [partial(make_policy, seed) for seed in (3, 4)]
+    settings = {"weight_sync_schemes": {"policy": scheme}, "frames_per_batch": 20, "total_frames": 200}
+    policy = make_policy(7) if first == (7, 7) else None
+    collector = MultiSyncCollector([Walk, Walk], policy, policy_factory=factories, **settings)
+    try:
+        next(iter(collector))
+        for own, held in zip(first, worker_weights(collector), strict=True):
+            assert same(held, make_policy(own).state_dict())
+        collector.update_policy_weights_({1: TensorDict.from_module(make_policy(5)).data})
+        for own, held in zip((first[0], 5), worker_weights(collector), strict=True):
+            assert same(held, make_policy(own).state_dict())
+    finally:
+        collector.shutdown()
+        scheme.shutdown()
+
+
 @pytest.mark.parametrize("transport", sampled(["collective", "delta"], BETWEEN_PROCESSES))
-def test_worker_that_dies_during_a_send_is_named_and_replaceable(transport):
+def test_worker_that_dies_during_a_send_is_named_and_replaceable(forked, transport):
     """The error names a worker that dies during a send, the other worker is updated, a new one may join."""
     trained, scheme = Mortal(), Scheme(transport, timeout_s=20)
     scheme.init_on_sender(model=trained, num_workers=2)
-    with processes(scheme, Mortal, 2) as (pids, pipes):
+    with processes(forked, scheme, Mortal, 2) as (pids, pipes):
         trained.doomed = torch.tensor([float(pids[1])])
         with torch.no_grad():
             trained.weight.add_(1)
@@ -206,22 +229,6 @@ def test_single_process_collector_needs_no_scheme_of_its_own():
 
 
 # first weights
-
-
-class Factories:
-    """What a scheme sees of a collector whose workers make their own policies."""
-
-    num_workers, procs = 2, ()
-
-
-def test_workers_keep_the_policies_of_their_factories():
-    """Until the first update; the trainer has no policy of its own to start them with."""
-    models, scheme, collector = [make_policy(1), make_policy(2)], Scheme("disk"), Factories()
-    with followers(scheme, models, context=collector):
-        assert all(same(model.state_dict(), make_policy(seed).state_dict()) for seed, model in enumerate(models, 1))
-        scheme.send({1: TensorDict.from_module(make_policy(5)).data})
-        assert same(models[0].state_dict(), make_policy(1).state_dict())
-        assert same(models[1].state_dict(), make_policy(5).state_dict())
 
 
 def test_each_worker_can_have_weights_of_its_own():
