@@ -119,14 +119,6 @@ def test_a_config_that_cannot_work_is_refused_with_the_reason(group, overrides, 
         instantiate(composed(*default, *(group + override for override in overrides))[group])
 
 
-def test_scheme_with_unknown_encoding_is_refused(tmp_path):
-    """A scheme whose config names an unknown encoding is refused when its transport is made."""
-    config = composed("weight_sync_scheme=delta", "weight_sync_scheme.encoding=morse")
-    scheme = instantiate(config.weight_sync_scheme)
-    with pytest.raises(tx.errors.ConfigError, match="morse"):
-        scheme.create_transport()
-
-
 def test_what_an_update_has_to_prove_is_named_in_a_config():
     wanted = {"verify": "outputs", "max_gap": 0.5, "rehearse": "never", "finite": False}
     config = composed("weight_updater=transport", *(f"weight_updater.{name}={value}" for name, value in wanted.items()))

@@ -159,15 +159,10 @@ class TestWhatOthersSay:
         sent = data.draw(spoken({"number": 1, "message": message}))
         heard(sent, lambda ours: answering(Channel(ours, "the trainer"), WeightReceiver({})).serve(lambda: None))
 
-    @pytest.mark.parametrize("token", ["\u00e9", "\ud800"])
-    def test_a_token_of_any_signs_is_another_trainers(self, token):
-        hub = Hub("127.0.0.1", "policy", 1, {})
-        with pytest.raises(NotConnectedError, match="another trainer's address"):
-            dial((*hub.address[:2], token), "policy", 0, WAIT_S)
-        hub.close()
-
     def test_a_stranger_is_not_listened_to_at_length(self):
         hub = Hub("127.0.0.1", "policy", 1, {})
+        with pytest.raises(NotConnectedError, match="another trainer's address"):
+            dial((*hub.address[:2], "\u00e9"), "policy", 0, WAIT_S)
         with socket.create_connection(hub.address[:2], timeout=WAIT_S) as stranger:
             stranger.sendall((1 << 20).to_bytes(4, "big"))
             assert stranger.recv(1) == b""  # at once, and not when its time is over
