@@ -37,7 +37,7 @@ def settings(what):
     from torchrl_ext.base.registry import transports
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.rl import hydra
-    from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme
+    from torchrl_ext.rl.scheme import TransportWeightSyncScheme
 
     moved = [transports.load(name) for name in sorted(transports.names())]
     owner, explain = {

@@ -8,7 +8,7 @@ import pytest
 
 SHORT = frozenset(
     {
-        "rl/collectors/test_hub.py",
+        "rl/test_links.py",
         "control/test_discovery.py",
         "control/test_http.py",
         "control/test_logprobs.py",
@@ -24,7 +24,7 @@ SHORT = frozenset(
 )
 """Files in which something has to come within two seconds, so that none of them runs beside another one."""
 
-RAY = frozenset({"rl/collectors/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"})
+RAY = frozenset({"rl/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"})
 """Files that start a cluster of Ray, of which a machine has one at a time."""
 
 LONGEST = (
@@ -37,7 +37,7 @@ LONGEST = (
     "sync/test_lost_engines.py",
     "engines/test_colocated.py",
     "engines/embedded/test_server.py",
-    "rl/collectors/test_scheme.py",
+    "rl/test_scheme.py",
     "data/group/test_carriers.py",
     "data/transports/test_contract.py",
     "engines/embedded/test_process.py",

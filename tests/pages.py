@@ -197,7 +197,7 @@ def named(page, folder, needing=False):
 
 def _collectors():
     """An environment and a policy of TorchRL's common kind, and a chat environment whose dialogs end."""
-    from tests.rl.collectors.collecting import Walk, make_policy, train
+    from tests.rl.collecting import Walk, make_policy, train
 
     return {
         "make_env": Walk,
@@ -233,8 +233,8 @@ def _on_ray():
     from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
 
     from tests import models
-    from tests.rl.collectors import collecting
-    from tests.rl.collectors.chat import make_env
+    from tests.rl import collecting
+    from tests.rl.chat import make_env
     from tests.sync.vllm_objects import LLM
 
     return {

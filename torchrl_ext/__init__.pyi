@@ -23,9 +23,9 @@ from torchrl_ext.data.transports.ipc import IPCTransport as IPCTransport
 from torchrl_ext.data.transports.memory import MemoryTransport as MemoryTransport
 from torchrl_ext.data.weights.derived import as_source as as_source
 from torchrl_ext.data.weights.source import WeightSource as WeightSource
-from torchrl_ext.rl.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
-from torchrl_ext.rl.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
-from torchrl_ext.rl.policy.policy import RemoteLLMPolicy as RemoteLLMPolicy
+from torchrl_ext.rl.policy import RemoteLLMPolicy as RemoteLLMPolicy
+from torchrl_ext.rl.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
+from torchrl_ext.rl.updater import TransportWeightUpdater as TransportWeightUpdater
 from torchrl_ext.sync.lora import LoraPublisher as LoraPublisher
 from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
 from torchrl_ext.sync.sender import WeightSender as WeightSender

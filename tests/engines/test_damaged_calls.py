@@ -19,7 +19,6 @@ from torchrl_ext.base.routes import CHANNEL, Flush
 from torchrl_ext.base.types import ParamMeta, Part
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.engines.sglang import register
-from torchrl_ext.rl.collectors.worker_end import Keep
 from torchrl_ext.sync.engine_worker import EngineWorker
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
@@ -36,7 +35,6 @@ EVERY = [
     messages.Reset(weights="gone"),
     messages.State(),
     Flush(),
-    Keep(),
     messages.Leave(),
 ]
 

@@ -11,7 +11,7 @@ from tests.control.requests.inputs import TEMPLATE, leaves, prompts
 from tests.models import tiny_model, tiny_tokenizer
 from tests.real_engines.served import demo, sending
 from torchrl_ext.cli.training import Trainer
-from torchrl_ext.rl.policy.lag import MaxLag
+from torchrl_ext.rl.versions import MaxLag
 
 pytestmark = pytest.mark.engine
 

@@ -1,11 +1,9 @@
-"""Hydra config groups by transport name, beside TorchRL's own. Importing `torchrl_ext.rl.hydra` registers them::
+"""Hydra config groups by transport name, beside TorchRL's own::
 
-    import torchrl_ext.rl.hydra  # in the script that has @hydra.main
+torchrl_ext.rl.hydra.register()  # in the script that has @hydra.main
 
-    trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
-    trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
-
-The import registers TorchRL's own groups too.
+trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
+trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import transports
 
 try:
-    import torchrl.trainers.algorithms.configs  # noqa: F401 - adds TorchRL's groups
+    import torchrl.trainers.algorithms.configs  # noqa: F401 - TorchRL's own groups, which it adds itself
     from hydra.core.config_store import ConfigStore
     from torchrl.trainers.algorithms.configs.common import ConfigBase
 except ImportError as error:
@@ -105,6 +103,3 @@ def register() -> None:
         store.store(group="weight_sync_scheme", name=name, node=node, provider="torchrl_ext")
     updater = TransportWeightUpdaterConfig
     store.store(group="weight_updater", name="transport", node=updater, provider="torchrl_ext")
-
-
-register()

@@ -73,6 +73,6 @@ def test_conversation_keeps_the_cache_version_of_its_first_turn():
         assert salts(server) == ["weights-3"] * 2
         policy(prompts("history", tokenizer))
         assert salts(server) == ["weights-5"] * 2
-        by_text = policy.get_new_version(input_mode="text", input_key=None)
+        by_text = tx.RemoteLLMPolicy(server.client, tokenizer=tokenizer, input_mode="text", version=lambda: 5)
         by_text(prompts("text", tokenizer))
         assert salts(server) == ["weights-5"] * 2

@@ -18,7 +18,7 @@ from torchrl_ext.data.landing.loader import as_loader
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import ModuleSource, checked, named_tensors
-from torchrl_ext.rl.collectors.policy_loader import ModelLoader
+from torchrl_ext.rl.worker_end import ModelLoader
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 

@@ -1,4 +1,4 @@
-"""TorchRL's own surface on a vLLM server: an updater in its collector."""
+"""TorchRL's own surface on a vLLM server: a sender in its trainer, an updater in its collector."""
 
 import pytest
 from tensordict import set_list_to_stack
@@ -6,10 +6,19 @@ from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
 from tests.models import tiny_model
+from tests.rl.grpo import trained
 from torchrl_ext.cli.training import DigitsTask
 from torchrl_ext.testing.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.mark.filterwarnings("ignore:GRPOTrainer is an experimental")
+@pytest.mark.parametrize("transport", ["delta", "collective"])
+def test_grpo_trainer_keeps_the_server_at_its_policy(vllm, checkpoint, transport, tmp_path):
+    root = {"root": str(tmp_path)} if transport == "delta" else {}
+    model, _, report = trained(vllm.url, checkpoint, tx.make_transport(transport, **root))
+    vllm.assert_serves(model, report)
 
 
 def test_llm_collector_updates_engine_and_tags_token_versions(vllm, tmp_path):

@@ -8,8 +8,9 @@ import hydra
 import torch
 from hydra.utils import instantiate
 
-import torchrl_ext.rl.hydra  # noqa: F401 - the only line that a script of TorchRL's does not have
+import torchrl_ext.rl.hydra
 
+torchrl_ext.rl.hydra.register()  # all that a script of TorchRL's does not have
 warnings.filterwarnings("ignore")
 
 

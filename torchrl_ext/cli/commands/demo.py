@@ -153,7 +153,7 @@ def _train(
 
     import torchrl_ext as tx
     from torchrl_ext.cli.training import Trainer, quiet
-    from torchrl_ext.rl.policy.lag import MaxLag
+    from torchrl_ext.rl.versions import MaxLag
 
     quiet()
     torch.manual_seed(seed)

@@ -1,26 +1,26 @@
-"""`MaxLag`: what is too old is not trained on."""
+"""`MaxLag`: what is too old, or of another run, is not trained on."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from tensordict import MetaData, TensorDict
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm.policies import LogProbs, Masks
 
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.rl.policy.lag import MaxLag
+from torchrl_ext.rl.versions import MaxLag, TokenVersions
 
-ROW = st.lists(st.integers(-1, 5), min_size=1, max_size=3)  # versions of a response's tokens
+ROWS = st.lists(st.lists(st.integers(-1, 7), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-def rollout(versions, prompt=2):
+def rollout(versions, run="", prompt=2):
     """One sequence whose response tokens are of ``versions``."""
     full = torch.tensor([-1] * prompt + versions)
     said = torch.tensor([False] * prompt + [True] * len(versions))
     return TensorDict(
         {
-            "token_versions": {"full": full, "response": full[prompt:]},
+            "token_versions": TokenVersions(full=full, response=full[prompt:], run=MetaData(run)),
             "masks": Masks(all_assistant_mask=said, all_attention_mask=torch.ones_like(said)),
             "log_probs": LogProbs(full=torch.where(said, -1.0, torch.nan), response=torch.full((len(versions),), -1.0)),
         },
@@ -28,20 +28,18 @@ def rollout(versions, prompt=2):
     )
 
 
-def batch(*rows):
-    return TensorDict.lazy_stack([rollout(row) for row in rows], 0)
+def batch(*rows, run=""):
+    return TensorDict.lazy_stack([rollout(row, run) for row in rows], 0)
 
 
 def said(data):
     return [row["masks", "all_assistant_mask"].int().tolist() for row in data.reshape(-1).unbind(0)]
 
 
-@given(
-    rows=st.lists(st.lists(st.integers(-1, 5), min_size=1, max_size=3), min_size=1, max_size=3), lag=st.integers(0, 6)
-)
+@given(rows=ROWS, lag=st.integers(0, 6))
 def test_max_lag_masks_stale_tokens_or_drops_trajectories(rows, lag):
-    """Tokens too old or of unknown version are masked, or their trajectories dropped with drop=True."""
-    fresh = [[version >= 0 and 5 - version <= lag for version in row] for row in rows]
+    """Also tokens of unknown versions, and of numbers that this run has not reached."""
+    fresh = [[version in range(max(0, 5 - lag), 6) for version in row] for row in rows]
     data, looks = batch(*rows), MaxLag(lag, lambda: 5)
     out, kept = looks(data), MaxLag(lag, lambda: 5, drop=True)(data)
     assert said(out) == [[0, 0, *map(int, row)] for row in fresh]
@@ -60,14 +58,15 @@ def test_turns_of_a_trajectory_are_dropped_together():
     assert said(MaxLag(0, lambda: 2)(turns)) == [[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
 
-def test_a_replay_buffer_looks_again_at_every_sample():
-    newest, lag = [1], MaxLag(1, lambda: newest[0])
-    buffer = ReplayBuffer(storage=LazyStackStorage(2), batch_size=2, transform=lag)
-    buffer.extend(batch([1, 1], [1, 1]))
-    assert sum(map(sum, said(buffer.sample()))) == 4
-    newest[0] = 3
-    assert sum(map(sum, said(buffer.sample()))) == 0
-    assert (lag.seen, lag.stale) == (8, 4)
+def test_a_buffer_gives_no_token_of_an_earlier_run():
+    """Each sample is checked anew; versions of a buffer that was saved are no newer ones, whatever their numbers."""
+    newest = [1]
+    buffer = ReplayBuffer(storage=LazyStackStorage(3), batch_size=3, sampler=SamplerWithoutReplacement(shuffle=False))
+    buffer.extend(TensorDict.lazy_stack([rollout([1, 3], run) for run in ("first", "second", "")], 0))
+    buffer.append_transform(MaxLag(1, lambda: newest[0], run="second"))
+    for number, kept in ((1, [1, 0]), (3, [0, 1]), (2, [1, 0]), (4, [0, 1]), (5, [0, 0])):
+        newest[0] = number
+        assert said(buffer.sample()) == [[0] * 4, [0, 0, *kept], [0] * 4]
 
 
 def test_data_of_other_policies_is_refused():

@@ -6,21 +6,14 @@ TorchRL's own subclasses do.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
 from torchrl.collectors import Collector
-from torchrl.weight_update import WeightSyncScheme, weight_sync_schemes
+from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_attr
 
-__all__ = ["backend_of", "ended_workers", "is_leaf", "model_of", "shared_policy", "source_of"]
-
-
-def backend_of(name: str) -> type[WeightSyncScheme] | None:
-    """Return the class registered under a name of `WeightSyncScheme.from_backend`; None if the name is free."""
-    name = weight_sync_schemes._WEIGHT_SYNC_BACKEND_ALIASES.get(name, name)
-    taken = WeightSyncScheme if name in get_args(weight_sync_schemes.WeightSyncBackend) else None
-    return weight_sync_schemes._WEIGHT_SYNC_SCHEMES.get(name, taken)
+__all__ = ["ended_workers", "is_leaf", "model_of", "receivers_of", "source_of"]
 
 
 def model_of(context: Any, model_id: str) -> Any | None:
@@ -38,15 +31,6 @@ def source_of(context: Any, model_id: str) -> Any | None:
     return model_of(context, model_id) if given is None else given
 
 
-def shared_policy(context: Any) -> nn.Module | None:
-    """Return a policy made by the factory that all of a collector's workers share; None if they share none."""
-    factories = getattr(context, "policy_factory", None) or [None]
-    if factories[0] is None or any(one is not factories[0] for one in factories):
-        return None
-    policy = factories[0]()
-    return policy if isinstance(policy, nn.Module) else None
-
-
 def ended_workers(context: Any) -> list[int]:
     """Return the indices of a collector's worker processes that have ended."""
     processes = getattr(context, "procs", None) or []
@@ -56,3 +40,8 @@ def ended_workers(context: Any) -> list[int]:
 def is_leaf(context: Any) -> bool:
     """Return whether a collector runs its policy itself and has no collectors below it."""
     return isinstance(context, Collector) and not context._weight_sync_schemes and context.weight_updater is None
+
+
+def receivers_of(context: Any) -> Mapping[str, WeightSyncScheme]:
+    """Return the schemes by which a collector's own models follow a trainer, by model id."""
+    return getattr(context, "_receiver_schemes", None) or {}

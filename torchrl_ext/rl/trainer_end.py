@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torchrl_ext.base.deadline import one_at_a_time
 from torchrl_ext.base.errors import (
@@ -17,16 +17,14 @@ from torchrl_ext.base.errors import (
     UpdateError,
     WeightSyncError,
 )
-from torchrl_ext.base.reports import Logs, SyncReport
-from torchrl_ext.base.types import Info
+from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.group.store import Channel
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.rl.collectors.hub import Hub
-from torchrl_ext.rl.collectors.policy_loader import ModelLoader
-from torchrl_ext.rl.collectors.torchrl_private import ended_workers, model_of
-from torchrl_ext.rl.collectors.worker_end import Keep, LinkPort
+from torchrl_ext.rl.links import Hub, LinkPort
+from torchrl_ext.rl.torchrl_private import ended_workers, model_of
+from torchrl_ext.rl.worker_end import ModelLoader
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
@@ -39,23 +37,6 @@ _GRACE_S = 5.0
 """Seconds that the trainer waits beyond a transport's deadline, so that the transport's own error arrives."""
 
 
-class Scheme(Protocol):
-    """The parts of a `TransportWeightSyncScheme` that its trainer end uses."""
-
-    model_id: Any
-    context: Any
-    strategy: Any
-    host: str
-    start_timeout_s: float
-    timeout_s: float
-    verify: Any
-    logs: Logs
-
-    def create_transport(self) -> Any: ...
-
-    def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None: ...
-
-
 class CollectorTransport:
     """Sends a model's weights to a collector's workers over the transport that the scheme makes.
 
@@ -63,18 +44,17 @@ class CollectorTransport:
     ``wait_ack``: `send_weights` waits for every worker's acknowledgement.
 
     Args:
-        scheme: held weakly.
+        scheme: a `TransportWeightSyncScheme`, which owns this object; held weakly.
         workers: number of worker processes; None for a collector that runs in this process.
-        devices: device of the workers' policies, or one per worker; None for the device of the weights.
 
     Attributes:
         address: host, port and token that workers need to connect; None without workers.
         report: report of the last update; None before the first.
     """
 
-    def __init__(self, scheme: Scheme, workers: int | None, devices: Any = None) -> None:
+    def __init__(self, scheme: Any, workers: int | None) -> None:
         self._scheme: Any = weakref.proxy(scheme)
-        self._model_id, self._devices, self.workers = str(scheme.model_id), devices, workers or 0
+        self._model_id, self.workers = str(scheme.model_id), workers or 0
         self._engines: dict[Channel | None, Engine] = {}
         self._sender: tuple[list[Engine], WeightSender] | None = None
         self._busy = threading.Lock()
@@ -85,11 +65,10 @@ class CollectorTransport:
             receiver = WeightReceiver(ModelLoader(lambda: model_of(self._scheme.context, self._model_id)))
             self._engines[None] = InProcessEngine(receiver, url=f"model {self._model_id!r} of this process")
             return
-        weights: Any = scheme.prepare_weights(None, self._model_id, scheme.strategy, scheme.context)
-        one = next(iter(weights.values())) if is_per_worker(weights) else weights
-        source = as_source({} if one is None else one)
-        self._tied, self._home = dict(source.tied()), next((str(tensor.device) for _, tensor in source), None)
-        self._hub = Hub(scheme.host, self._model_id, workers, self._welcome)
+        weights = scheme.prepare_weights(None, self._model_id, scheme.strategy, scheme.context)
+        source = as_source({} if weights is None else weights)
+        home = next((str(tensor.device) for _, tensor in source), None)
+        self._hub = Hub(scheme.host, self._model_id, workers, {"tied": dict(source.tied()), "device": home})
         self.address = self._hub.address
 
     def setup_connection_and_weights_on_sender(self, weights: Any = None) -> None:
@@ -107,8 +86,8 @@ class CollectorTransport:
             elif weights is not None:
                 self.send_weights(weights)
             else:
-                for engine in self._living(range(self.workers)).values():
-                    engine.port.call(Keep())
+                for link in [] if self._hub is None else [*self._hub.links.values()]:
+                    self._port(link).keep()
         except BaseException:
             self.shutdown()
             raise
@@ -177,16 +156,14 @@ class CollectorTransport:
             )
         for link in found.values():
             if link is not None and link not in self._engines:
-                self._engines[link] = Engine.of(LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S))
+                self._engines[link] = Engine.of(self._port(link))
         return {idx: self._engines[link] for idx, link in found.items()}
+
+    def _port(self, link: Channel) -> LinkPort:
+        return LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S)
 
     def _ended(self) -> list[int]:
         return ended_workers(self._scheme.context)
-
-    def _welcome(self, idx: int) -> Info:
-        devices = self._devices if isinstance(self._devices, (list, tuple)) else [self._devices] * (idx + 1)
-        device = devices[idx] if idx < len(devices) else None
-        return {"tied": self._tied, "device": self._home if device is None else str(device)}
 
 
 def is_per_worker(weights: Any) -> bool:

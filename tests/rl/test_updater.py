@@ -1,4 +1,4 @@
-"""`TransportWeightUpdater` in collectors, and senders in TorchRL's trainer hook: an engine follows, versions agree."""
+"""`TransportWeightUpdater` in collectors: an engine follows, and versions agree."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.trainers.trainers import UpdateWeights
 
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
-from tests.rl.collectors.chat import make_env, make_remote_policy
-from tests.rl.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
+from tests.rl.chat import make_env, make_remote_policy
+from tests.rl.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from torchrl_ext.base.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
-from torchrl_ext.base.registry import transports
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.sync.local.inprocess import InProcessEngine
-
-FIRST = ("collective", "delta")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,9 +47,7 @@ def settings(tmp_path):
 @pytest.mark.parametrize(
     ("transport", "version_type"),
     [
-        pytest.param(
-            name, "int" if name == "collective" else "uuid", marks=[] if name in FIRST else [pytest.mark.exhaustive]
-        )
+        pytest.param(name, "uuid" if name == "delta" else "int", marks=() if name == "disk" else pytest.mark.exhaustive)
         for name in BETWEEN_PROCESSES
     ],
 )
@@ -100,30 +94,6 @@ def test_an_engine_follows_the_updater_of_an_llm_collector(server, settings, tra
     finally:
         collector.shutdown()
         updater.shutdown()
-
-
-@pytest.mark.parametrize("unit", ["batches", "optim_steps"])
-def test_a_sender_is_a_sender_of_torchrls_trainer_hook(server, settings, unit):
-    class Trainer:
-        _optim_count = 0
-        optimization_stepper = None
-
-    model, trainer = tiny_model(9), Trainer()
-    sender = tx.WeightSender(transports.make("disk", **settings("disk")), tx.connect(server.url))
-    sender.register_model(TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False))
-    try:
-        hook = UpdateWeights(sender=sender, trainer=trainer, update_weights_interval=2, interval_unit=unit)
-        first = None
-        for step in range(1, 5):
-            trainer._optim_count = step
-            train(model, step)
-            hook()
-            first = sender.version if step == 2 else first
-            assert (sender.version > 0) == (step >= 2)
-        assert sender.version == first + 1
-        assert sender.update_weights().verified
-    finally:
-        sender.shutdown()
 
 
 @pytest.mark.parametrize("transport", ["delta", "memory", "collective"])

@@ -7,23 +7,25 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, get_args
 
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
+from torchrl.weight_update.weight_sync_schemes import WeightSyncBackend, register_weight_sync_backend
 
 from torchrl_ext.base.errors import ConfigError, NotConnectedError
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import Log, Logs, SyncReport
 from torchrl_ext.data.transports.base import Transport
-from torchrl_ext.rl.collectors.torchrl_private import is_leaf, shared_policy, source_of
-from torchrl_ext.rl.collectors.trainer_end import CollectorTransport, is_per_worker
-from torchrl_ext.rl.collectors.worker_end import WorkerTransport
+from torchrl_ext.rl.torchrl_private import is_leaf, receivers_of, source_of
+from torchrl_ext.rl.trainer_end import CollectorTransport, is_per_worker
+from torchrl_ext.rl.worker_end import WorkerTransport
 
-__all__ = ["TransportWeightSyncScheme", "checked_settings"]
+__all__ = ["TransportWeightSyncScheme", "checked_settings", "register_backends"]
 
 
 class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
@@ -69,7 +71,6 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self.host, self.timeout_s, self.start_timeout_s, self.verify = host, timeout_s, start_timeout_s, verify
         self._address: tuple[str, int, str] | None = None
         self._weights: Any = None
-        self._device_map_fn: Callable[[int, Any], Any] | None = None
         self._scratch: str | None = None
         self.logs = Logs()  # the trainer's end hands each report on
 
@@ -108,33 +109,25 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         context: Any = None,
         weights: Any = None,
         model: nn.Module | None = None,
-        params_map: dict[int, TensorDictBase] | None = None,
-        devices: list[Any] | None = None,
-        device_map_fn: Callable[[int, Any], Any] | None = None,
         num_workers: int | None = None,
         remote_collectors: list[Any] | None = None,
         ctx: Any = None,  # for TorchRL's pipes; our workers connect over TCP
     ) -> None:
         model_id = model_id or "policy"
-        single = next((one for one in (weights, model, context) if one is not None), None)
-        if (single is None) == (params_map is None):
+        if weights is None and model is None and context is None:
             raise ConfigError(
-                f"there is {'nothing' if single is None else 'more than one thing'} to send for model {model_id!r}",
-                expected="only params_map, or init_on_sender(context=collector, model_id=...), model= or weights=",
+                f"there is nothing to send for model {model_id!r}",
+                expected="init_on_sender(context=collector, model_id=...), or model= or weights=",
             )
-        for counted in (params_map, devices, remote_collectors):
-            if num_workers is None and counted is not None:
-                num_workers = len(counted)
+        if num_workers is None and remote_collectors is not None:
+            num_workers = len(remote_collectors)
         if num_workers is None and context is None:
-            raise ConfigError(
-                f"the number of workers of model {model_id!r} is not known", hint="pass num_workers or devices"
-            )
+            raise ConfigError(f"the number of workers of model {model_id!r} is not known", hint="pass num_workers")
         if num_workers is None and not isinstance(context, Collector):  # a `Collector` runs in this process
             num_workers = getattr(context, "num_workers", None)
-        self.model_id, self.context, self.model, self._device_map_fn = model_id, context, model, device_map_fn
-        self.weights = next((one for one in (params_map, weights, model) if one is not None), None)
-        devices = devices if devices is not None else getattr(context, "policy_device", None)
-        self.shared_transport = CollectorTransport(self, num_workers, devices)
+        self.model_id, self.context, self.model = model_id, context, model
+        self.weights = model if weights is None else weights
+        self.shared_transport = CollectorTransport(self, num_workers)
         self._address = self.shared_transport.address
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None:
@@ -152,12 +145,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         first = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
-        if first is None and self.model_id == "policy" and (made := shared_policy(self.context)) is not None:
-            first = self.strategy.extract_weights(made)
-        transport = self.shared_transport
-        if first is not None and self._device_map_fn is not None and not is_per_worker(first):
-            first = {idx: self._device_map_fn(idx, first) for idx in range(transport.workers)}
-        transport.setup_connection_and_weights_on_sender(first)
+        self.shared_transport.setup_connection_and_weights_on_sender(first)
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Send weights, and return when every worker holds them.
@@ -186,7 +174,8 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self.model_id, self.context, self.model = model_id, context, model  # the base class looks up a missing model
         found = getattr(context, "worker_idx", None)
         self.worker_idx = worker_idx if found is None else found
-        transport = WorkerTransport(self._address, model_id, lambda: self.model, self.start_timeout_s)
+        device = getattr(context, "policy_device", None)
+        transport = WorkerTransport(self._address, model_id, lambda: self.model, self.start_timeout_s, device)
         self._register_transport_receiver(transport)
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
@@ -202,7 +191,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         A leaf's `update_policy_weights_` would copy its policy onto itself, and it cannot update other models.
         """
         context = self.context
-        for name, other in (getattr(context, "_receiver_schemes", None) or {}).items():
+        for name, other in receivers_of(context).items():
             if other is not self and (
                 f"{name}.".startswith(f"{self.model_id}.") or f"{self.model_id}.".startswith(f"{name}.")
             ):
@@ -251,8 +240,17 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker needs: settings and the trainer's address."""
-        here = ("_shared_transport", "_receiver_transport", "_weights", "_device_map_fn", "_scratch")
+        here = ("_shared_transport", "_receiver_transport", "_weights", "_scratch")
         return super().__getstate__() | dict.fromkeys(here) | {"logs": Logs()}
+
+
+def register_backends() -> None:
+    """Let TorchRL's ``WeightSyncScheme.from_backend`` make a `TransportWeightSyncScheme` by a transport's name.
+
+    Names of TorchRL's own backends stay theirs. Call it again after registering another transport.
+    """
+    for name in transports.names().keys() - {*get_args(WeightSyncBackend)}:
+        register_weight_sync_backend(name)(partial(TransportWeightSyncScheme, name))
 
 
 def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torchrl_ext.control.discovery import as_engine
 from torchrl_ext.control.http import normalise_urls
 from torchrl_ext.data.transports.base import Transport
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
-from torchrl_ext.rl.collectors.scheme import checked_settings
+from torchrl_ext.rl.scheme import checked_settings
 from torchrl_ext.sync.sender import WeightSender
 
 __all__ = ["TransportWeightUpdater"]

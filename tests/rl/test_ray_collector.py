@@ -15,8 +15,8 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 import torchrl_ext as tx
 from tests.control.ray_cluster import two_nodes
 from tests.models import tiny_checkpoint, tiny_model
-from tests.rl.collectors.chat import make_env, make_remote_policy
-from tests.rl.collectors.collecting import Walk, make_policy, same, train
+from tests.rl.chat import make_env, make_remote_policy
+from tests.rl.collecting import Walk, make_policy, same, train
 from torchrl_ext.control.serving.embedded import EmbeddedServer
 
 WAIT_S = 120
@@ -28,7 +28,7 @@ def cluster():
         yield running
 
 
-@pytest.mark.parametrize("transport", ["delta", "collective"])
+@pytest.mark.parametrize("transport", ["delta", pytest.param("collective", marks=pytest.mark.exhaustive)])
 def test_an_engine_follows_the_updater_of_a_ray_collector(cluster, transport, tmp_path):
     settings = {"root": str(tmp_path / "updates")} if transport == "delta" else {}
     model = tiny_model(seed=2)
@@ -53,7 +53,7 @@ def test_an_engine_follows_the_updater_of_a_ray_collector(cluster, transport, tm
             cluster.kill(collector._collector)
 
 
-@pytest.mark.parametrize("transport", ["delta", "collective"])
+@pytest.mark.parametrize("transport", ["collective", pytest.param("delta", marks=pytest.mark.exhaustive)])
 def test_the_workers_of_a_ray_collector_follow_a_scheme(cluster, transport, tmp_path):
     settings = {"root": str(tmp_path / "updates")} if transport == "delta" else {}
     policy = make_policy(seed=1)

@@ -127,10 +127,20 @@ def follow(scheme, idx, make, pipe):
 
 
 @contextmanager
-def processes(scheme, make, count):
-    """Processes as workers, without a collector; gives their pids and their pipes."""
-    context = multiprocessing.get_context("forkserver")  # a fresh process that has the imports behind it
+def forking():
+    """Processes of TorchRL and of `processes` are forked from a fresh one that has the imports behind it."""
+    context, before = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(allow_none=True)
     context.set_forkserver_preload([__name__])
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield context
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@contextmanager
+def processes(context, scheme, make, count):
+    """Processes as workers, without a collector; gives their pids and their pipes."""
     pipes, children = [], []
     try:
         for idx in range(count):

@@ -1,1 +1,0 @@
-"""Rollouts in TorchRL: a policy that uses remote engines, its settings and records, and limits on their lag."""
