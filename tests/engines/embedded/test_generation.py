@@ -14,8 +14,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.base.messages import Start, Verify
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
-from torchrl_ext.engines.embedded.protocol import GenerateRequest, Sampling
-from torchrl_ext.engines.embedded.sampling import pick
+from torchrl_ext.engines.embedded.sampling import GenerateRequest, Sampling, pick
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 
 CONTEXT = 256

@@ -154,7 +154,7 @@ class EmbeddedObjectPort(LocalPort):
         return answer
 
     def describe(self) -> EngineInfo:
-        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir)
+        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model)
 
     def paused(self) -> bool:
         return bool(self._engine.scheduler.paused)
@@ -176,7 +176,7 @@ class EmbeddedObjectPort(LocalPort):
         self._engine.wake_up(sorted(tags & state.asleep))
 
     def start_weights(self) -> WeightSource:
-        return self._engine.checkpoint or CheckpointSource(self._engine.model_dir)
+        return self._engine.checkpoint or CheckpointSource(self._engine.model)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._engine.logprobs(prompts)
