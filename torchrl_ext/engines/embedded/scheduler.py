@@ -126,8 +126,8 @@ class Scheduler:
 
     All sequences share one key/value cache, which is computed again when a sequence joins, and by `forget`.
 
-    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during each forward pass and each change
-    of the weights, so weights never change inside a forward pass.
+    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during each forward pass and each
+    change of the weights, so weights never change inside a forward pass.
 
     Args:
         model: a causal LM of `transformers`, in evaluation mode.
