@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from torchrl_ext.base.devices import usable_device
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Reset, Start, State, Verify
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start, State, Verify
 from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
+from torchrl_ext.data.weights.checkpoint import opened
 from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
@@ -187,22 +187,6 @@ class EmbeddedEngine:
         """End a complete update; ``label`` becomes the weight version, unless it is None."""
         self.handle(message)
         self.scheduler.version = self.scheduler.version if label is None else label
-
-    def reload(self, path: str, label: str | None) -> None:
-        """Load a checkpoint directory; ``label`` becomes the weight version, unless it is None.
-
-        Raises:
-            ConfigError, ManifestError, IntegrityError: there is no checkpoint, or it does not fit the model.
-            EngineRefusedError: the engine generates, or its weights are asleep.
-        """
-        source = CheckpointSource(path)
-        with self._alone():
-            self._refuse_busy()
-            with self.scheduler.weights:
-                self._receiver.give_up()
-                self._receiver.apply_weights(source)
-                self._receiver.handle(Reset(weights="reloaded"))
-                self.scheduler.version = self.scheduler.version if label is None else label
 
     def undo(self, landing: bool) -> bool:
         """Return whether the engine still has its old weights after a failed update."""
