@@ -115,7 +115,7 @@ def greedy_over_kept_keys(models, switches, prompt=None, count=32):
 
     Token ``switches[i]`` is the first one of ``models[i + 1]``.
     """
-    from torchrl_ext.engines.embedded.sequences import cache_name
+    from torchrl_ext.engines.embedded.scheduler import cache_name
 
     fed, cache, tokens = list(PROMPT if prompt is None else prompt), None, []
     while len(tokens) < count:

@@ -86,10 +86,6 @@ class VLLM(Engine):
         return True
 
     async def collective_rpc(self, method, args=(), kwargs=None):
-        if method == "reload_weights":
-            await self.reached(method)
-            self.loaded.append(kwargs["weights_path"])
-            return [None]
         assert method == CALL
         await self.reached(json.loads(args[0])["kind"])
         return [{**answered(self.end.handle, args[0])}]

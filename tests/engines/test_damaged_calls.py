@@ -102,19 +102,6 @@ def test_sglang_scheduler_calls_never_raise_on_damaged_messages(scheduler, monke
         value = odd(chance)
         if not str(value).startswith(CHANNEL):
             assert register.check_weights(lambda *_: "theirs", scheduler, SimpleNamespace(action=value)) == "theirs"
-        how = chance.choice(["loads", "refuses", "raises"])
-
-        def theirs(updater, path, load_format, how=how, **_):
-            if how == "raises":
-                raise ValueError(path)
-            return how == "loads", f"{path}"
-
-        def load(manager, request, theirs=theirs, value=value):
-            arguments = {"recapture_cuda_graph": request.field, "weight_name_filter": chance.choice([None, "w"])}
-            return register.update_weights_from_disk(theirs, manager, value, request.field, **arguments)
-
-        success, words = register.load_from_disk(load, scheduler, SimpleNamespace(field=odd(chance)))
-        assert success == (how == "loads") and words.encode() is not None
         assert register.continue_generation(lambda *_: "goes on", scheduler, value) in ("goes on", None)
     monkeypatch.setattr("torchrl_ext.engines.plugin.agree", lambda *_: 1 / 0)  # its other workers are gone
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"

@@ -159,9 +159,20 @@ def test_slime_update_route_lands_versions_without_trainer(served, tmp_path):
     bad = {"expected": 400, "weight_version": "bad"}
     assert "weight_v000004" in by_route(served, chain, load_format="delta", **bad)
     assert "holds no version" in by_route(served, chain / "weight_v000009", load_format="delta", **bad)
-    assert "strange" in by_route(served, chain, load_format="strange", **bad)
     assert served.tokens() == said and served.version() == label and not served.paused()
     transport.shutdown()
+
+
+def load_past_us(served, folder):
+    """Have an engine load a checkpoint by a route of its own."""
+    if served.kind == "sglang":
+        by_route(served, folder, load_format="auto")
+        return
+    everywhere = {"reset_running_requests": "true", "reset_external": "true"}
+    served.http.post("/pause", query={"mode": "keep"})
+    served.http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    served.http.post("/reset_prefix_cache", query=everywhere)
+    served.http.post("/resume")
 
 
 def test_a_checkpoint_loaded_past_us_is_no_base_of_later_deltas(served, tmp_path):
@@ -169,7 +180,7 @@ def test_a_checkpoint_loaded_past_us_is_no_base_of_later_deltas(served, tmp_path
     with sending("delta", tmp_path / "chain", served) as sender:
         sender.update_weights(model)
         other.save_pretrained(tmp_path / "other")
-        by_route(served, tmp_path / "other", load_format="auto", weight_version="other")
-        assert served.would_say(other, served.tokens()) and served.is_called("other")
+        load_past_us(served, tmp_path / "other")
+        assert served.would_say(other, served.tokens())
         model = nudged(model, 0.01, 61)
         served.assert_serves(model, sender.update_weights(model))

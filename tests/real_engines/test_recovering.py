@@ -16,6 +16,8 @@ from tests.processes import calling, finished
 from tests.real_engines.served import sending
 from tests.turns import CLOSE, PROMPTS, die, gap
 from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.messages import Inspect
+from torchrl_ext.base.routes import called
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.control.serving.processes import free_port
 
@@ -169,5 +171,5 @@ def test_calls_of_others_that_fail_disturb_no_update(tensor_parallel, tmp_path):
                 assert gap(model, engine.logprobs(PROMPTS)) < CLOSE
                 for method in ("nobody_has_this", "add_lora"):  # without LoRA, every worker raises
                     assert served.http.call("POST", "/collective_rpc", {"method": method, "args": ["x"]}).status >= 400
-                held = served.http.post("/collective_rpc", {"method": "torchrl_ext_whole"})["results"]
-                assert held == ["True", "True"]
+                held = served.http.post("/collective_rpc", called(Inspect()))["results"]
+                assert [row["worker"] for row in held] == [0, 1]

@@ -57,7 +57,8 @@ def reports(rank):
             rank.stdin.flush()
 
 
-fresh_vllm = small(ServedVLLM, "module")
+OURS = {"extra_args": ["--weight-transfer-config", json.dumps({"backend": "torchrl_ext"})]}
+vllm, fresh_vllm, second_vllm = (small(ServedVLLM, "module", **OURS) for _ in range(3))
 
 
 @pytest.mark.parametrize("transport", ["delta", "sharded"])

@@ -99,11 +99,11 @@ def answering(link, receiver):
 class TestDeadlines:
     def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends):
         engine = Engine.of(LinkPort(Channel(ends[0], "worker 3"), timeout_s=0.3))
-        error = within(engine.tell, Join(transport="disk", params=(), offer=LARGE))
+        error = within(engine.port.call, Join(transport="disk", params=(), offer=LARGE))
         assert isinstance(error, DeadlineError)
         assert "worker 3 did not read" in error.what and "was closed" in error.state
         assert engine.look()[0].state == "unreachable"
-        assert isinstance(within(engine.tell, Finish(version=1)), EngineUnreachableError)
+        assert isinstance(within(engine.port.call, Finish(version=1)), EngineUnreachableError)
 
     def test_a_message_beyond_the_bound_of_its_reader_is_not_read(self, ends):
         sender, reader = Channel(ends[0], "a"), Channel(ends[1], "b", longest_bytes=64)

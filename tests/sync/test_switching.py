@@ -27,7 +27,7 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
-from torchrl_ext.engines.embedded.protocol import GenerateRequest
+from torchrl_ext.engines.embedded.sampling import GenerateRequest
 
 
 @pytest.fixture(scope="module")

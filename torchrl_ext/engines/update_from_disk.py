@@ -1,10 +1,9 @@
 """An engine's ``POST /update_weights_from_disk``, by which a caller names weights in a directory; over any engine.
 
-The body is ``{"model_path", "load_format", "weight_version", "flush_cache"}``, of which only the first is needed. With
-load format ``"delta"``, ``model_path`` is a version directory ``weight_v000007`` or the root that holds it (then the
-newest version is taken): the version is staged while the engine serves, and committed in a short pause. Otherwise it is
-a checkpoint directory. ``weight_version`` labels the weights, and ``flush_cache``: false keeps what was cached with
-older weights.
+The body is ``{"model_path", "load_format": "delta", "weight_version", "flush_cache"}``; the last two may be left out.
+``model_path`` is a version directory ``weight_v000007`` or the root that holds it (then the newest version is taken).
+The version is staged while the engine serves, and committed in a short pause. ``weight_version`` labels the weights,
+and ``flush_cache``: false keeps what was cached with older weights.
 
 The answer is ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is
 false. The message says whether the engine still serves its previous weights, or is paused.
@@ -50,7 +49,7 @@ _UNCHANGED = "nothing was loaded"
 
 class _Body(Struct, frozen=True, kw_only=True):
     model_path: str
-    load_format: Literal["auto", "safetensors", "delta"] | None = None
+    load_format: Literal["delta"]
     weight_version: str | int | None = None
     flush_cache: bool = True
 
@@ -77,9 +76,6 @@ class ReloadableEngine(Protocol):
     def finish(self, message: Finish, label: str | None) -> None:
         """End a complete update, and set the label, if there is one."""
 
-    def reload(self, path: str, label: str | None) -> None:
-        """Load a checkpoint directory, and set the label, if there is one."""
-
     def drop_cached(self) -> None:
         """Drop everything cached with older weights."""
 
@@ -87,7 +83,7 @@ class ReloadableEngine(Protocol):
         """End a failed update, and return whether the engine still has its old weights.
 
         Args:
-            landing: whether weights or a checkpoint had begun to load.
+            landing: whether weights had begun to load.
         """
 
 
@@ -120,14 +116,7 @@ class DiskLoads:
         if not self._one_at_a_time.acquire(timeout=_BUSY_S):
             raise DeadlineError(f"another load has been running for {_BUSY_S:g} s", hint="wait for its answer")
         try:
-            if body.load_format == "delta":
-                return f"{self._land(body.model_path, label, body.flush_cache)} is in service"
-            folder = Path(admit(body.model_path))
-            if not any(folder.glob("*.safetensors")):
-                raise StoreError(f"{body.model_path} is not a checkpoint directory", state=_UNCHANGED)
-            self._joined = None
-            self._replace(body.model_path, body.flush_cache, lambda: self._engine.reload(str(folder), label))
-            return f"{body.model_path} is in service"
+            return f"{self._land(body.model_path, label, body.flush_cache)} is in service"
         finally:
             self._one_at_a_time.release()
 
@@ -143,7 +132,7 @@ class DiskLoads:
             engine.finish(Finish(connection=connection, version=version), label)
 
         name = f"version {version} of {chain.store.url}"
-        self._replace(name, flush, land, Start(connection=connection))
+        self._replace(name, flush, Start(connection=connection), land)
         self._joined = chain.store.url, params, connection
         return name
 
@@ -170,14 +159,13 @@ class DiskLoads:
         engine.handle(Prefetch(connection=connection, version=version))
         return connection
 
-    def _replace(self, what: str, flush: bool, land: Callable[[], None], start: Message | None = None) -> None:
-        """Replace the weights in a pause, which ``start`` opens for a version; resume an engine that served before."""
+    def _replace(self, what: str, flush: bool, start: Message, land: Callable[[], None]) -> None:
+        """Replace the weights in a pause, and resume an engine that served before."""
         engine, landing = self._engine, False
         serves = not engine.paused()
         try:
             engine.pause()
-            if start is not None:
-                engine.handle(start)
+            engine.handle(start)
             landing = True
             land()
             if flush:

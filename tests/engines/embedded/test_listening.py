@@ -16,7 +16,7 @@ from tests.engines.embedded import served_here
 from tests.processes import WAIT_S
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.engines.embedded import server as server_module
-from torchrl_ext.engines.embedded.listening import patient
+from torchrl_ext.engines.embedded.__main__ import patient
 
 KEY = "K"
 HALF = b"POST /pause HTTP/1.1\r\nHost: engine\r\nX-"
@@ -27,7 +27,7 @@ LONG_S = 10 * WAIT_S
 class Held:
     """An engine whose pauses last until they are let go."""
 
-    model_dir = "/m"
+    model = "/m"
 
     def __init__(self):
         self.scheduler = SimpleNamespace(alive=True, version="7", paused=False, running=0)

@@ -13,8 +13,7 @@ from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.types import API_KEY_VARIABLE
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.embedded import EmbeddedServer
-from torchrl_ext.engines.embedded.__main__ import main
-from torchrl_ext.engines.embedded.listening import patient
+from torchrl_ext.engines.embedded.__main__ import main, patient
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from torchrl_ext.base.devices import usable_device
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Reset, Start, State, Verify
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start, State, Verify
 from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.checkpoint import CheckpointSource, opened
+from torchrl_ext.data.weights.checkpoint import opened
 from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
@@ -38,38 +38,43 @@ class EmbeddedEngine:
     """Hosts a model that generates and follows a trainer; the server's routes call its methods.
 
     Control calls run one at a time, and raise `DeadlineError` after 30 s of waiting for the previous one. Generation
-    continues during calls that do not touch weights.
+    continues during calls that do not touch weights. It is a `torchrl_ext.engines.update_from_disk.ReloadableEngine`.
 
     Args:
-        model_dir: a Hugging Face checkpoint directory.
+        model: a Hugging Face checkpoint directory.
         dtype: ``"auto"`` (the checkpoint's) or a dtype's name.
         device: torch device of the model.
         context: most tokens of a sequence, prompt included; None for the model's own limit.
 
+    Attributes:
+        asleep: the `TAGS` whose memory was released.
+
     Raises:
-        ConfigError: no causal LM can be loaded from ``model_dir``, or there is no such device.
+        ConfigError: no causal LM can be loaded from ``model``, or there is no such device.
         ManifestError: torch has no such dtype.
     """
 
-    def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
-        self.model_dir, self.dtype = model_dir, dtype
-        self.checkpoint = opened(model_dir)
-        model = _load_model(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
-        self.context = context or model.config.max_position_embeddings
-        self._model = model
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        ends = model.generation_config.eos_token_id
+    def __init__(self, model: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
+        self.model, self.dtype = model, dtype
+        self.checkpoint = opened(model)
+        self._model = module = _load_model(model, dtype).to(usable_device(device)).eval().requires_grad_(False)
+        self.context = context or module.config.max_position_embeddings
+        ends = module.generation_config.eos_token_id
         end_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        self.scheduler = Scheduler(model, end_ids=end_ids, vocabulary=vocabulary, context=self.context)
-        self._loader = TensorsLoader(model)
+        vocabulary = module.get_input_embeddings().weight.shape[0]
+        self.scheduler = Scheduler(module, end_ids=end_ids, vocabulary=vocabulary, context=self.context)
+        self._loader = TensorsLoader(module)
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
         self._released: list[tuple[Tensor, tuple[int, ...]]] = []  # while the weights sleep, and their strides
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
-        """The `TAGS` whose memory was released."""
 
-    def pause(self, mode: str, timeout_s: float) -> None:
+    def paused(self) -> bool:
+        """Return whether generation is paused."""
+        return self.scheduler.paused
+
+    def pause(self, mode: str = "keep", timeout_s: float = 0.0) -> None:
         """Stop generating; see `Scheduler.pause`."""
         self.scheduler.pause(mode, timeout_s)
 
@@ -135,21 +140,6 @@ class EmbeddedEngine:
                 self._serve()
             return not self.asleep
 
-    def _serve(self) -> None:
-        self._refuse_torn()
-        self._receiver.give_up()
-        self.scheduler.resume()
-
-    def _refuse_torn(self) -> None:
-        """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
-        if self._receiver.held.empty:
-            reason = "the engine slept at level 2 and holds no weights"
-        elif not self._receiver.whole:
-            reason = "the engine holds a part of an update, which it must not serve"
-        else:
-            return
-        raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
-
     def handle(self, message: Message) -> Info:
         """Carry out a message and return the answer.
 
@@ -167,62 +157,44 @@ class EmbeddedEngine:
                 return {"paused": self.scheduler.paused, "asleep": sorted(self.asleep), **answer}
             case Inspect():
                 return inspect(message)
+            case Join(transport=name) if name not in (known := followed()):
+                raise ConfigError(
+                    f"the embedded engine cannot follow by transport {name!r}", expected=f"one of {', '.join(known)}"
+                )
             case Join():
-                self._refuse_unknown(message.transport)
                 self._receiver.abort()  # a receive that still waits for an earlier connection
-            case Start():
-                self._arrived = []
-            case Load():
-                self._arrived += self._receiver.params_of(message)
         with self._alone():
             if not isinstance(message, (Start, Load, Verify, Finish)):
                 return self._receiver.handle(message)
             self._refuse_busy()
             with self.scheduler.weights:
-                if isinstance(message, Finish) and self._receiver.held.empty:
-                    self._loader.check(self._arrived)  # missing parameters have no older value to keep
-                answer = self._receiver.handle(message)
-                if isinstance(message, Finish):
-                    self.scheduler.changed()
-                return answer
+                return self._updated(message)
+
+    def _updated(self, message: Message) -> Info:
+        if isinstance(message, Start):
+            self._arrived = []
+        elif isinstance(message, Load):
+            self._arrived += self._receiver.params_of(message)
+        elif isinstance(message, Finish) and self._receiver.held.empty:
+            self._loader.check(self._arrived)  # missing parameters have no older value to keep
+        return self._receiver.handle(message)
 
     def label(self, version: str) -> None:
         """Set the weight version."""
         self.scheduler.version = version
 
-    def _refuse_unknown(self, transport: str) -> None:
-        if transport not in followed():
-            raise ConfigError(
-                f"the embedded engine cannot follow by transport {transport!r}",
-                expected=f"one of {', '.join(followed())}",
-            )
+    def finish(self, message: Finish, label: str | None) -> None:
+        """End a complete update; ``label`` becomes the weight version, unless it is None."""
+        self.handle(message)
+        self.scheduler.version = self.scheduler.version if label is None else label
 
-    def reload(self, path: str, label: str | None) -> None:
-        """Load a checkpoint directory; ``label`` becomes the weight version, unless it is None.
+    def undo(self, landing: bool) -> bool:
+        """Return whether the engine still has its old weights after a failed update."""
+        return not landing or self._receiver.whole
 
-        Raises:
-            ConfigError, ManifestError, IntegrityError: there is no checkpoint, or it does not fit the model.
-            EngineRefusedError: the engine generates, or its weights are asleep.
-        """
-        source = CheckpointSource(path)
-        with self._alone():
-            self._refuse_busy()
-            with self.scheduler.weights:
-                self._receiver.give_up()
-                self._receiver.apply_weights(source)
-                self._receiver.handle(Reset(weights="reloaded"))
-                self.scheduler.changed()
-                self.scheduler.version = self.scheduler.version if label is None else label
-
-    def _refuse_busy(self) -> None:
-        """Raise `EngineRefusedError` if weights cannot change now."""
-        if not self.scheduler.paused:
-            reason, first = "weights cannot change while the engine generates", "POST /pause first"
-        elif "weights" in self.asleep:
-            reason, first = "the engine's weights are asleep", "POST /wake_up?tags=weights first"
-        else:
-            return
-        raise EngineRefusedError(reason, expected=first, state="unchanged")
+    def drop_cached(self) -> None:
+        """Drop the keys and values of requests; there is no other cache."""
+        self.scheduler.forget()
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter in the live model, by checkpoint name.
@@ -256,6 +228,31 @@ class EmbeddedEngine:
         self.scheduler.stop()
         self._receiver.close()
 
+    def _serve(self) -> None:
+        self._refuse_torn()
+        self._receiver.give_up()
+        self.scheduler.resume()
+
+    def _refuse_torn(self) -> None:
+        """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
+        if self._receiver.held.empty:
+            reason = "the engine slept at level 2 and holds no weights"
+        elif not self._receiver.whole:
+            reason = "the engine holds a part of an update, which it must not serve"
+        else:
+            return
+        raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
+
+    def _refuse_busy(self) -> None:
+        """Raise `EngineRefusedError` if weights cannot change now."""
+        if not self.scheduler.paused:
+            reason, first = "weights cannot change while the engine generates", "POST /pause first"
+        elif "weights" in self.asleep:
+            reason, first = "the engine's weights are asleep", "POST /wake_up?tags=weights first"
+        else:
+            return
+        raise EngineRefusedError(reason, expected=first, state="unchanged")
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the control lock; a call that moves weights may hold it for as long as it takes."""
@@ -271,10 +268,10 @@ class EmbeddedEngine:
             self._control.release()
 
 
-def _load_model(model_dir: str, dtype: str) -> Any:
+def _load_model(model: str, dtype: str) -> Any:
     """Return the causal LM of a Hugging Face checkpoint directory."""
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ConfigError(f"{model_dir} holds no model", expected="a Hugging Face checkpoint directory")
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{model} holds no model", expected="a Hugging Face checkpoint directory")
     from transformers import AutoModelForCausalLM
 
     wanted = "auto" if dtype == "auto" else dtype_from_name(dtype)
@@ -282,9 +279,9 @@ def _load_model(model_dir: str, dtype: str) -> Any:
     if dtype == "bfloat16" and allow_amx is not None:
         allow_amx()  # on a processor with AMX, Linux requires a request before bfloat16 products use it
     try:
-        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
+        return AutoModelForCausalLM.from_pretrained(model, dtype=wanted, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no causal LM can be loaded from {model_dir}: {error}") from error
+        raise ConfigError(f"no causal LM can be loaded from {model}: {error}") from error
 
 
 @torch.no_grad()

@@ -38,8 +38,7 @@ from torchrl_ext.base.messages import answered
 from torchrl_ext.base.routes import CALL, Guard
 from torchrl_ext.base.types import Info, decoded
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
-from torchrl_ext.engines.embedded.loads import Reloadable
-from torchrl_ext.engines.embedded.protocol import GenerateRequest, Token
+from torchrl_ext.engines.embedded.sampling import GenerateRequest, Token
 from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.sync.inspection import followed
 
@@ -75,7 +74,7 @@ def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequ
             if not outputs.done():
                 return Response(status_code=499)  # the client has disconnected
             outputs.result()  # raises the error that ended generation
-            return JSONResponse(job.to_json(engine.model_dir))
+            return JSONResponse(job.to_json(engine.model))
         finally:
             job.cancelled = True
             gone.cancel()
@@ -107,7 +106,7 @@ def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequ
         ),
         "POST /collective_rpc": _run(lambda asked: _call(engine, asked.body)),
     }
-    handlers[f"POST {PATH}"] = handler(DiskLoads(Reloadable(engine)).load, read_json)
+    handlers[f"POST {PATH}"] = handler(DiskLoads(engine).load, read_json)
     own = [Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in handlers.items()]
     return Starlette(
         routes=[*own, *routes],
@@ -174,7 +173,7 @@ def _server_info(engine: EmbeddedEngine) -> Info:
         "engine": "embedded",
         "version": torchrl_ext.__version__,
         "worker_type": "regular",
-        "model": engine.model_dir,
+        "model": engine.model,
         "dtype": engine.dtype,
         "max_model_len": engine.context,
         "parallel_config": {

@@ -7,8 +7,7 @@ hold the model; others in the process of the HTTP server (`torchrl_ext.engines.s
 carries a free string: the ``action``. Ours begin with `torchrl_ext.base.routes.CHANNEL`; a server without the plugin
 says "Unsupported action" and goes on. What they do is in `torchrl_ext.engines.sglang.worker`.
 
-An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks: a checkpoint that SGLang
-itself cannot load, or a ``load_format`` that it does not know, becomes an answer as well. Hooks around its other
+An exception that leaves a scheduler ends the server (0.5.23), so none leaves these hooks. Those around SGLang's own
 load methods only note that the model was loaded past us.
 """
 
@@ -22,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_ext.base.errors import EngineError, WeightSyncError, why
+from torchrl_ext.base.errors import EngineError, WeightSyncError
 from torchrl_ext.base.messages import Message, Reset, answered, partial_version
 from torchrl_ext.base.routes import CHANNEL
 from torchrl_ext.base.types import Info
@@ -40,8 +39,6 @@ _PAST_US = ("update_weights_from_", "load_weights_from_")
 """The first letters of the names of SGLang's other load methods."""
 
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_held: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Schedulers that `load_from_disk` paused."""
 _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models that SGLang loaded past us before they had a worker of ours."""
 _relabelled: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[[], None]]] = weakref.WeakKeyDictionary()
@@ -72,7 +69,6 @@ def _worker_hooks() -> dict[str, Callable[..., Any]]:
         f"{_SCHEDULER}.continue_generation": continue_generation,
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
-        f"{_MANAGER}.update_weights_from_disk": load_from_disk,
     }
 
 
@@ -81,17 +77,6 @@ def _label_hooks() -> dict[str, Callable[..., Any]]:
         f"{_SCHEDULER}.record_weight_version_change": record_weight_version_change,
         f"{_SCHEDULER}.process_batch_result": process_batch_result,
     }
-
-
-def _guarded(step: Callable[[], str]) -> tuple[bool, str]:
-    """Take a step of a scheduler; return whether it went well, and what it or its error says. Never raises."""
-    try:
-        success, words = True, step()
-    except Exception as error:
-        log.debug("a call of a scheduler failed", exc_info=True)
-        success, words = False, str(error) if isinstance(error, EngineError) else why(error)
-    # half of a surrogate pair, which JSON can name, could not be encoded when the scheduler sends its answer
-    return success, words.encode("utf-8", "replace").decode()
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -111,7 +96,10 @@ def release_memory_occupation(original: Callable[..., Any], manager: Any, reques
     """Wrap the scheduler's part of ``/release_memory_occupation``: first, no thread of ours reads the weights."""
     model = manager.tp_worker.model_runner.model
     if model in _workers:
-        _guarded(lambda: str(_workers[model].end.stop()))  # an error here would end the server
+        try:
+            _workers[model].end.stop()
+        except Exception:  # it would end the server
+            log.exception("a thread may still read the weights")
     return original(manager, request)
 
 
@@ -156,30 +144,15 @@ def process_batch_result(original: Callable[..., None], scheduler: Any, batch: A
         scheduler.waiting_queue = waiting
 
 
-def load_from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Wrap the scheduler's part of ``/update_weights_from_disk``: after one that failed, no part of it is served.
-
-    The server is paused. The next load that arrives whole lets it go on, unless a caller paused it.
-    """
-    try:
-        return original(manager, request)
-    finally:
-        scheduler = manager.scheduler
-        words = _refuses(scheduler)
-        if words:
-            if not scheduler._engine_paused:
-                _held.add(scheduler)
-            scheduler._engine_paused = True
-        elif words is not None and scheduler in _held:
-            _held.discard(scheduler)
-            scheduler._engine_paused = False
-
-
-def _refuses(scheduler: Any) -> str | None:
-    """Return why a server may not generate, the same on all of its workers: "" where it may, None where nobody knows.
+def _refuses(scheduler: Any) -> str:
+    """Return why a server may not generate, the same on all of its workers: "" where it may, or where nobody knows.
 
     It may not where a model holds a part of an update, or SGLang's own session for one is open.
     """
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    from torchrl_ext.engines.plugin import agree
+    from torchrl_ext.sync.engine_worker import together
 
     def refuse() -> None:
         worker = _workers.get(scheduler.tp_worker.model_runner.model)
@@ -189,43 +162,25 @@ def _refuses(scheduler: Any) -> str | None:
             raise EngineError("a session for an update of weights is open", hint="POST /end_weight_update first")
 
     try:
-        _together(refuse)
+        together(lambda words: agree(words, get_tp_group().cpu_group), refuse)
     except WeightSyncError as error:
         return str(error)
     except Exception:  # it would end the server
         log.exception("this server may hold a part of a weight update")
-        return None
     return ""
 
 
-def update_weights_from_disk(
-    original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
-) -> tuple[bool, str]:
-    """Wrap one worker's part of ``/update_weights_from_disk``: workers agree on how it went."""
-
-    def load() -> str:
-        success, words = load_past_us(original, updater, model_path, load_format, *args, **kwargs)
-        if not success:
-            raise EngineError(words)
-        return str(words)
-
-    def load_together() -> str:
-        runner, words = updater.get_model_runner(), []
-        started_with(runner.model, runner.model_config)  # before SGLang's own record changes
-        if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call, and not one of all workers
-            return load()
-        _together(lambda: words.append(load()))
-        if runner.model in _workers:
-            _workers[runner.model].end.receiver.handle(Reset(weights="reloaded"))
-        return words[0]
-
-    success, words = _guarded(load_together)
-    if success:
-        return True, words
-    return False, (
-        f"{words}. State: the model may hold part of an update. "
-        "Next: load a whole version before requests are served again."
-    )
+def update_weights_from_disk(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap one worker's part of ``/update_weights_from_disk``, whose whole checkpoints are no part of an update."""
+    runner = updater.get_model_runner()
+    started_with(runner.model, runner.model_config)  # before SGLang's own record changes
+    found = load_past_us(original, updater, *args, **kwargs)
+    if runner.model in _workers:
+        receiver = _workers[runner.model].end.receiver
+        receiver.invalidate(torn=not found[0])
+        if found[0] and not kwargs.get("weight_name_filter"):
+            receiver.handle(Reset(weights="reloaded"))
+    return found
 
 
 def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
@@ -238,16 +193,6 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
             _workers[model].end.receiver.invalidate()
         else:
             _loaded.add(model)
-
-
-def _together(step: Callable[[], None]) -> None:
-    """Take a step on every worker of this server; raise EngineError on all of them where it failed on one."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    from torchrl_ext.engines.plugin import agree
-    from torchrl_ext.sync.engine_worker import together
-
-    together(lambda words: agree(words, get_tp_group().cpu_group), step)  # SGLang would return the first answer alone
 
 
 def _worker(runner: Any) -> Any:

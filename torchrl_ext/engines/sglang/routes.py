@@ -72,10 +72,6 @@ class _Reloadable:
             late=lambda: EngineRefusedError("requests that are paused hold the cache of the old weights"),
         )
 
-    def reload(self, path: str, label: str | None) -> None:
-        """Refuse: SGLang itself loads checkpoints."""
-        raise EngineRefusedError(f"{path} is not loaded here", hint="leave the load format to SGLang")
-
     def undo(self, landing: bool) -> bool:
         return not landing  # nobody can tell what workers hold then, or what they cached
 

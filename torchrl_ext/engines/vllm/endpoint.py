@@ -10,7 +10,6 @@ Where the server has an API key, the route wants it too; vLLM's own check knows 
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 from typing import Any, ClassVar
 
@@ -24,8 +23,6 @@ from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.sync.local.module import VLLMObjectPort
 
 __all__ = ["UpdateFromDisk"]
-
-_FILES_S = 7200.0  # a large model is read
 
 
 class UpdateFromDisk:
@@ -60,13 +57,6 @@ class _Reloadable(VLLMObjectPort):
 
     def finish(self, message: Finish, label: str | None) -> None:
         self.call(message)
-        if label is not None:
-            self.set_name(label)
-
-    def reload(self, path: str, label: str | None) -> None:
-        patient = copy.copy(self)
-        patient.timeout_s = _FILES_S
-        patient.workers("reload_weights", weights_path=path)
         if label is not None:
             self.set_name(label)
 

@@ -160,7 +160,7 @@ class EmbeddedObjectPort(LocalPort):
 
     def describe(self) -> EngineInfo:
         version = self._engine.scheduler.version
-        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir, weight_version=version)
+        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model, weight_version=version)
 
     def paused(self) -> bool:
         return bool(self._engine.scheduler.paused)
@@ -178,7 +178,7 @@ class EmbeddedObjectPort(LocalPort):
         self._engine.wake_up(sorted(tags))
 
     def start_weights(self) -> WeightSource:
-        return self._engine.checkpoint or CheckpointSource(self._engine.model_dir)
+        return self._engine.checkpoint or CheckpointSource(self._engine.model)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._engine.logprobs(prompts)
@@ -240,7 +240,8 @@ class VLLMObjectPort(LocalPort):
         """Return each worker's answer."""
         if CALL not in self._config.additional_config:
             raise EngineRefusedError("this vLLM was made without our plugin", state="nothing was changed", hint=_PLUGIN)
-        return answers_of(self.workers(CALL, json.dumps(message.to_json())), "vLLM")
+        rows = self._do(self._llm.collective_rpc, CALL, args=(json.dumps(message.to_json()),))
+        return answers_of(rows, "vLLM")
 
     def describe(self) -> EngineInfo:
         if self._loop is not None and not self._loop.is_running():  # then a fleet continues without this engine
@@ -276,10 +277,6 @@ class VLLMObjectPort(LocalPort):
 
     def start_weights(self) -> WeightSource:
         return self._checkpoint or CheckpointSource(self._config.model_config.model)
-
-    def workers(self, method: str, *args: str, **arguments: Any) -> Any:
-        """Call a method on every worker; raises as `_do`, with a worker's message."""
-        return self._do(self._llm.collective_rpc, method, args=args, kwargs=arguments)
 
     def set_name(self, version: str) -> None:
         """Label the weights in service."""
