@@ -67,6 +67,7 @@ def ray_address(s3):
             yield
 
 
+@pytest.mark.exhaustive  # many processes that each import everything; .ci/run runs it
 def test_the_blocks_for_ray_run_in_a_cluster(ray_address, urls, checkpoint):
     on_servers("engines", checkpoint, what="ray")
     on_servers("torchrl", checkpoint, urls[0], what="ray")
@@ -94,8 +95,9 @@ def test_every_block_is_python_and_runs_somewhere():
     for page in PAGES:
         for block in blocks(page):
             compile(block.code, str(page), "exec", flags=0x2000)  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            known = block.mark in ("", "run beside the next") or block.needs or block.shows
-            assert known, f"{page.relative_to(ROOT)}:{block.line} is marked {block.mark!r}"
+            assert not block.mark or block.needs or block.shows, (
+                f"{page.relative_to(ROOT)}:{block.line}: {block.mark!r}"
+            )
             needing |= {page.stem} if block.needs else set()
     tests = [ROOT / "tests/test_pages.py", *(ROOT / "tests/real_engines").glob("test_*.py")]
     assert needing == {
