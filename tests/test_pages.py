@@ -22,7 +22,7 @@ from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
 from torchrl_ext.base import errors
 from torchrl_ext.base.registry import transports
-from torchrl_ext.cli.frame import COMMANDS
+from torchrl_ext.cli.frame import COMMANDS, app_of
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.testing import free_port
 
@@ -157,7 +157,7 @@ def test_cli_page_has_each_command_and_examples_that_parse():
     examples = re.findall(r"`torchrl-ext (?!--)([^`]+)`", page)
     assert [example.split()[0] for example in examples if " " in example or example == "demo"] == list(COMMANDS)
     for name, *words in map(str.split, examples):
-        command = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+        command = typer.main.get_command(app_of(name))
         if hasattr(command, "commands"):
             command, *words = command.commands[words[0]], *words[1:]
         command.make_context(name, words)
