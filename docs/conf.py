@@ -64,13 +64,12 @@ def explained(owners):
 
 def command_lines(name):
     """Yield the reference of one command, or of each of its actions, as lines of Markdown read off its typer app."""
-    import importlib
 
     import typer
 
-    from torchrl_ext.cli.frame import COMMANDS
+    from torchrl_ext.cli.frame import app_of
 
-    root = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+    root = typer.main.get_command(app_of(name))
     commands = {name: root}
     if hasattr(root, "commands"):
         commands = {f"{name} {action}": command for action, command in root.commands.items() if not command.hidden}

@@ -50,20 +50,13 @@ NAMES = {
     "xor + zstd": "xor + zstd-1",
     "int32 + bf16": "int32 + bf16 pairs",
 }
-SERVERS = {
-    "vllm": "vLLM",
-    "vllm nccl": "vLLM, its own backend `nccl` (gloo in the place of NCCL)",
-    "vllm sparse": "vLLM, its own backend `sparse_nccl` (gloo in the place of NCCL)",
-    "sglang": "SGLang",
-}
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 PLOTTED = {
     "vLLM": [
         ("vllm", "delta, ulp"),
         ("vllm", "ipc"),
         ("vllm", "collective"),
         ("vllm", "disk"),
-        ("vllm sparse", "vLLM sparse patches"),
-        ("vllm nccl", "vLLM weight transfer, tensor by tensor"),
         ("vllm", "safetensors + reload_weights by hand"),
     ],
     "SGLang": [
@@ -79,13 +72,11 @@ PLOTTED = {
 """Ways in the plot of bytes and pauses, by make, ours first."""
 COLOURS = {
     "context": "c1", "ulp": "c4", "pulse": "c3", "xor + zstd": "c2", "int32 + bf16": "c5",
-    "delta": "c1", "delta by broadcast": "c4", "collective": "c2", "disk": "c5",
 }  # fmt: skip
 AXES = {
     "parameters": ("parameters, 1 % changed", "encoding / a copy", "encode_of_copy"),
     "density": ("share that changes", "bits per changed element", "bits_per_changed"),
     "tensors": ("tensors of 8 M elements, 1 % changed", "encoding / a copy", "encode_of_copy"),
-    "engines": ("embedded engines on the same cores", "update / a copy", "total_of_copy"),
 }
 
 
@@ -194,7 +185,7 @@ def growth(document: Row) -> str:
             for at in places
         ]
         if cells:
-            names = [NAMES.get(name, f"`{name}`") for name in series]
+            names = [NAMES[name] for name in series]
             found.append(f"**{measure.capitalize()}**\n\n" + table([across, *names], cells))
     failed = [row["error"] for row in part(document, "growth") if "error" in row]
     return "\n\n".join([*found, *failed])
@@ -269,7 +260,7 @@ def pause_plot(document: Row) -> str:
         y += 24
         for row in rows:
             kind = "ours" if row["ours"] else "theirs"
-            name = f"torchrl_ext {row['name']}" if row["ours"] else _short(row["name"])
+            name = f"torchrl_ext {row['name']}" if row["ours"] else row["name"].replace("safetensors + ", "")
             body.append(text(300, y + 12, name, "end"))
             for x, key, words in ((310, "bytes", size_of(row["bytes"])), (565, "pause_s", pause_of(row))):
                 length = 155 * row[key] / most[key]
@@ -283,12 +274,8 @@ def pause_plot(document: Row) -> str:
     return svg(800, y + 24, "Bytes and pause of one update, beside the alternatives", body)
 
 
-def _short(name: str) -> str:
-    return name.replace("safetensors + ", "").replace("vLLM weight transfer, tensor by tensor", "vLLM weight transfer")
-
-
 def growth_plot(document: Row) -> str:
-    """Four panels, one for each axis of growth."""
+    """A panel for each axis of growth."""
     body: list[str] = []
     for place, (axis, (across, measure, key)) in enumerate(AXES.items()):
         left, top = 400 * (place % 2), 280 * (place // 2)
@@ -316,7 +303,7 @@ def _panel(left: int, top: int, axis: str, across: str, measure: str, series: di
         body += [f'<circle class="{kind}" r="3" cx="{x(at):.1f}" cy="{y(value):.1f}"/>' for at, value in line]
         label = max(end, label + 15)
         body.append(f'<path class="{kind}" d="M{left + 252} {label:.1f}h10"/>')
-        body.append(text(left + 266, label + 4, NAMES.get(name, name).removeprefix("torchrl_ext, "), "small"))
+        body.append(text(left + 266, label + 4, NAMES[name].removeprefix("torchrl_ext, "), "small"))
     return body
 
 

@@ -1,12 +1,12 @@
 """Executes the notebooks of ``tutorials/`` and keeps their outputs: ``python -m tests.notebooks [NAME ...]``.
 
 It writes each notebook back with its outputs, and its first plot to ``docs/img/tutorials/`` for the gallery. With
-``--check`` it executes the notebooks and writes nothing.
+``--check`` it executes the notebooks and writes nothing. (nbmake executes and stores notebooks, too, but keeps what
+differs from run to run, and makes no gallery.)
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import os
@@ -35,27 +35,27 @@ def cells(path: Path, kind: str) -> list[dict]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
 
 
+def outputs(path: Path) -> list[dict]:
+    """The outputs of all cells."""
+    return [output for cell in cells(path, "code") for output in cell["outputs"]]
+
+
 def plots(path: Path) -> list[bytes]:
     """The PNG pictures among the outputs."""
-    pictures = (output.get("data", {}).get("image/png") for output in _outputs(path))
+    pictures = (output.get("data", {}).get("image/png") for output in outputs(path))
     return [base64.b64decode(picture) for picture in pictures if picture]
 
 
 def faults(path: Path) -> list[str]:
     """Why the stored outputs of a notebook should not be shown; empty if they can be."""
-    found, code = [], cells(path, "code")
-    if [cell["execution_count"] for cell in code] != list(range(1, len(code) + 1)):
-        found.append("a cell was not executed, or not in order")
-    if not plots(path):
-        found.append("there is no plot")
-    for output in _outputs(path):
-        if output["output_type"] == "error":
-            found.append(f"a cell raised {output['ename']}: {output['evalue']}")
-        if output.get("name") == "stderr":
-            found.append(f"a cell wrote to stderr: {''.join(output['text'])[:200]}")
+    counts = [cell["execution_count"] for cell in cells(path, "code")]
+    found = [] if counts == list(range(1, len(counts) + 1)) else ["a cell was not executed, or not in order"]
+    found += [] if plots(path) else ["there is no plot"]
+    for output in outputs(path):
+        if output["output_type"] == "error" or output.get("name") == "stderr":
+            found.append(f"a cell raised, or wrote to stderr: {str(output)[:200]}")
         shown = [output.get("text", ""), *(text for kind, text in output.get("data", {}).items() if "text" in kind)]
-        for text in map("".join, shown):
-            found += [f"an output holds {match[0]!r}" for match in _MACHINE.finditer(text)]
+        found += [f"an output holds {match[0]!r}" for text in shown for match in _MACHINE.finditer("".join(text))]
     if path.stat().st_size > LIMIT_KB * 1000:
         found.append(f"it has {path.stat().st_size // 1000} kB, more than {LIMIT_KB}")
     return found
@@ -80,20 +80,14 @@ def execute(path: Path) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def _outputs(path: Path) -> list[dict]:
-    return [output for cell in cells(path, "code") for output in cell["outputs"]]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Execute the notebooks of tutorials/ and keep their outputs.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks without .ipynb; default: all")
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args()
-    for path in [FOLDER / f"{name}.ipynb" for name in options.names] or NOTEBOOKS:
+    words = sys.argv[1:]
+    named = [FOLDER / f"{name}.ipynb" for name in words if name != "--check"]
+    for path in named or NOTEBOOKS:
         began = time.monotonic()
         executed = execute(path)
         print(f"{path.stem}: {time.monotonic() - began:.0f} s", flush=True)
-        if options.check:
+        if "--check" in words:
             continue
         path.write_text(executed)
         if found := faults(path):

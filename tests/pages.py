@@ -12,9 +12,9 @@ A comment before a block says how it runs:
     (`tests.test_pages`); the rest on real engines (`on_servers`, in ``tests/real_engines``).
 ``<!-- as in MODULE: NAME -->``
     It shows our own source, and is compared with that.
-``<!-- run beside the next -->``
-    It is for a process of its own, which waits for that of the next block, or the other way round: both run at the same
-    time, each with a copy of the namespace.
+
+No plugin of pytest does this: those that exist (sybil, pytest-markdown-docs) run blocks in the process that collects
+them, and know neither other addresses, nor blocks that await, nor a page on several ranks or on engines of a fixture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import functools
 import json
@@ -32,7 +31,6 @@ import runpy
 import shutil
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from tests.forking import MODULES
@@ -44,7 +42,6 @@ PAGES = [
 ]
 ADDRESS = re.compile(r"\b(?:\d+(?:\.\d+){3}|host\d?|engine\d|router):\d{4,5}\b")
 FOLDERS = ("/shared", "/models/policy", "checkpoints/step-400")
-WAIT_S = 60.0
 _RAISES = re.compile(r"^# (?P<name>\w+Error): (?P<words>.*) \.\.\.\n\Z", re.MULTILINE)
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*) -->\n+)?```python\n(?P<code>.*?)```", re.DOTALL)
 
@@ -115,67 +112,28 @@ def run(page, urls, folder, *, plain=True, needing=False):
         table |= {name: str(Path(own, name.lstrip("/"))) for name in FOLDERS}
         sys.argv = [str(page)]
         space = {"__name__": "__main__", **named(Path(page).stem, folder, needing)}
-        beside, loop = [], asyncio.new_event_loop()  # one for the page: what a block makes may live in it
-        for block in running:
-            lines = "\n" * block.line + block.code
-            for name, here in table.items():
-                lines = lines.replace(name, here)
-            if block.mark == "run beside the next":
-                beside.append(_Beside(lines, page, _copied(space)))
-                continue
-            _execute(lines, page, space, loop)
-            for one in beside:
-                one.end()
-            beside = []
-        loop.close()
+        with contextlib.closing(
+            asyncio.new_event_loop()
+        ) as loop:  # one for the page: what a block makes may live in it
+            for block in running:
+                lines = "\n" * block.line + block.code
+                for name, here in table.items():
+                    lines = lines.replace(name, here)
+                _execute(lines, page, space, loop)
 
 
 def _execute(source, page, space, loop):
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     told = _RAISES.search(source)
-    with _raised(told) if told else contextlib.nullcontext():
+    try:
         found = eval(code, space)
         if found is not None:  # the block awaits
             loop.run_until_complete(found)
-
-
-@contextlib.contextmanager
-def _raised(told):
-    try:
-        yield
     except Exception as error:
-        if (type(error).__name__, str(error)[: len(told["words"])]) != (told["name"], told["words"]):
+        if told is None or type(error).__name__ != told["name"] or not str(error).startswith(told["words"]):
             raise
     else:
-        raise AssertionError(f"the block did not raise {told['name']}")
-
-
-def _copied(space):
-    """Another process shares no parameters."""
-    from torch import nn
-
-    trained = {name for name, value in space.items() if isinstance(value, nn.Module) and list(value.parameters())}
-    return {name: copy.deepcopy(value) if name in trained else value for name, value in space.items()}
-
-
-class _Beside(threading.Thread):
-    def __init__(self, *what):
-        super().__init__(daemon=True)
-        self._what, self._error = what, None
-        self.start()
-
-    def run(self):
-        try:
-            with contextlib.closing(asyncio.new_event_loop()) as loop:
-                _execute(*self._what, loop)
-        except BaseException as error:  # noqa: BLE001 - raised in `end`
-            self._error = error
-
-    def end(self):
-        self.join(WAIT_S)
-        assert not self.is_alive(), "the block beside the last one still runs"
-        if self._error is not None:
-            raise self._error
+        assert told is None, f"the block did not raise {told['name']}"
 
 
 # what pages presuppose
@@ -195,28 +153,6 @@ def named(page, folder, needing=False):
     return names | (_on_ray if needing == "ray" else _MORE.get(page, dict))()
 
 
-def _collectors():
-    """An environment and a policy of TorchRL's common kind, and a chat environment whose dialogs end."""
-    from tests.rl.collecting import Walk, make_policy, train
-
-    return {
-        "make_env": Walk,
-        "policy": make_policy(),
-        "train": lambda policy, batch: train(policy, 1),
-        "train_on": lambda batch: 0.0,
-        "env": _chat(),
-    }
-
-
-def _chat():
-    from transformers import AutoTokenizer
-
-    from torchrl_ext.cli.training import DigitsTask
-
-    tokenizer = AutoTokenizer.from_pretrained("models/policy")
-    return DigitsTask(tokenizer, 512, group=2).env()
-
-
 class _Collector:
     """What a sender tells of a new version."""
 
@@ -224,8 +160,27 @@ class _Collector:
         pass
 
 
-def _loop():
-    return {"collector": [0, 1], "train_on": lambda batch: 0.0}
+class _Bridge:
+    """Megatron-Bridge, for a model of one rank that has Hugging Face names already."""
+
+    def export_hf_weights(self, model, cpu, show_progress):
+        yield from model.state_dict().items()
+
+
+def _collectors():
+    """An environment and a policy of TorchRL's common kind, and a chat environment whose dialogs end."""
+    from transformers import AutoTokenizer
+
+    from tests.rl.collecting import Walk, make_policy, train
+    from torchrl_ext.cli.training import DigitsTask
+
+    return {
+        "make_env": Walk,
+        "policy": make_policy(),
+        "train": lambda policy, batch: train(policy, 1),
+        "train_on": lambda batch: 0.0,
+        "env": DigitsTask(AutoTokenizer.from_pretrained("models/policy"), 512, group=2).env(),
+    }
 
 
 def _on_ray():
@@ -259,11 +214,14 @@ def _plan():
     return {}
 
 
-class _Bridge:
-    """Megatron-Bridge, for a model of one rank that has Hugging Face names already."""
+def _module():
+    from tests.models import tiny_model
 
-    def export_hf_weights(self, model, cpu, show_progress):
-        yield from model.state_dict().items()
+    return {"base": tiny_model(0)}
+
+
+def _loop():
+    return {"collector": [0, 1], "train_on": lambda batch: 0.0}
 
 
 _MORE = {
@@ -273,11 +231,5 @@ _MORE = {
     "migrate": lambda: {"collector": _Collector()},
     "operations": _plan,
     "sharded": lambda: {"bridge": _Bridge(), "rank": 0},
-    "lora": lambda: {"base": _module()},
+    "lora": _module,
 }
-
-
-def _module():
-    from tests.models import tiny_model
-
-    return tiny_model(0)

@@ -3,8 +3,8 @@
 `Schedule` draws events from a seed, lets real engines (processes of their own) live through them, and checks:
 
 * a request fails only if every engine of its client was down at some time while it ran;
-* a token's version was in service on the engine that sampled it, and its log-probability is that of exactly this
-  version: `transformers` computes it again from the trainer's weights;
+* a token's log-probability is that of exactly the version that it carries: `transformers` computes it again from the
+  trainer's weights;
 * an engine that is not paused has, at every look, the bytes that the trainer had when it sent the engine's version;
 * after each update, every engine of the fleet that nothing happened to serves it, whatever happened to the others;
 * after the last update every engine of the fleet serves it;
@@ -22,10 +22,8 @@ import threading
 import time
 import traceback
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from types import SimpleNamespace
 
 import httpx
 import torch
@@ -50,9 +48,7 @@ SIZES = {
 }
 CLOSE = 1e-4  # nats, in float32; two versions are further than 1e-2 apart
 ENDS_S = 150  # of a whole schedule; a wait inside it ends far earlier
-PATIENT_S, HASTY_S = 60, 5  # deadlines of a fleet, and of one whose engines may hang
-LOADS = 2
-_LATE = " within "  # in the words of a deadline
+FLEET_S, LOADS = 60, 2
 
 
 def checkpoint(path):
@@ -79,6 +75,7 @@ def routes(engine):
     from starlette.routing import Route
 
     trap, scheduler, run = {}, engine.scheduler, uvicorn.run
+    spring = partial(os.kill, os.getpid(), signal.SIGKILL)
 
     def truth(_):
         with scheduler.weights:  # no weight changes meanwhile
@@ -96,7 +93,6 @@ def routes(engine):
             if trap and scope["type"] == "http" and scope["path"] not in _FREE:
                 trap["calls"] -= 1
                 if trap["calls"] == 0:
-                    spring = partial(os.kill, os.getpid(), trap["signal"])
                     if trap["when"] == "before":
                         spring()
                     elif trap["when"] == "during":
@@ -127,13 +123,9 @@ class Life:
 
     url: str
     server: EmbeddedServer = field(repr=False)
-    born: float  # when its process was started
     since: float  # when it answered
     until: float = float("inf")  # when it was seen to have ended
     armed: float | None = None  # since when it may die by itself
-    watched: bool = True  # it was seen after every update
-    confirmed: list = field(default_factory=list, repr=False)  # (when, version that it had in service)
-    base: int = 0  # version in service when it started
 
     @property
     def up(self):
@@ -194,33 +186,20 @@ class Policy:
 def drawn(seed):
     """The events of a schedule: their names, and the numbers that decide what they happen to."""
     draw = random.Random(seed)
-    hangs = draw.random() < 0.15
-    weights = {"update": 6, "trap": 4, "add": 2, "remove": 1, "kill": 2, "return": 3, "move": 1}
-    weights |= {"hang": 2} if hangs else {}
-    names, likely = zip(*weights.items(), strict=True)
+    names, likely = zip(*{"update": 6, "trap": 4, "add": 3, "remove": 1, "kill": 2, "return": 4}.items(), strict=True)
     settings = {
         "engines": draw.randint(2, 4),
-        "members": draw.choice(["calls", "source"]),
         "pause_mode": draw.choice(["keep", "keep", "keep", "abort", "wait"]),
-        "timeout_s": HASTY_S if hangs else PATIENT_S,
         "keyframe_every": draw.choice([1, 3, 16]),
     }
     events = []
     for name in draw.choices(names, likely, k=draw.randint(6, 12)):
-        event = {"name": name, "pick": draw.random(), "meanwhile": None}
-        if name in ("trap", "hang"):
-            when = draw.choice(["before", "during", "after"])
-            event |= {"calls": draw.randint(1, 24), "when": when, "after_s": round(draw.random() * 0.02, 4)}
-        if name == "hang":
-            event["calls"] = draw.randint(1, 12)  # early enough for this update
-            event["ends"] = draw.choice(["goes on", "dies"])
-        if name in ("update", "trap", "hang"):
-            event["meanwhile"] = draw.choice([None, None, "kill", "add", "remove"]) if name == "update" else None
-            event["delay_s"] = round(draw.random() * 0.15, 4)
-        if name == "remove":
-            event["then"] = draw.choice(["dies at once", "dies later"])
-        if name == "update" and settings["members"] == "source":
-            event["source raises"] = draw.random() < 0.2
+        event = {"name": name, "pick": draw.random(), "meanwhile": None, "dies": draw.random() < 0.5}
+        if name == "trap":
+            event |= {"calls": draw.randint(1, 24), "when": draw.choice(["before", "during", "after"])}
+            event["after_s"] = round(draw.random() * 0.02, 4)
+        if name == "update":
+            event |= {"meanwhile": draw.choice([None, None, "kill", "add", "remove"]), "delay_s": draw.random() * 0.15}
         events.append(event)
     return settings, events
 
@@ -234,12 +213,12 @@ class Schedule:
         self._log, self._began = [], time.monotonic()
         self._draw = random.Random(f"load of {seed}")
         self.lives, self.requests, self.looks, self.faults = [], [], [], []
-        self._fleet_urls, self._source_raises = [], False
+        self._fleet_urls = []
         self._changing = threading.Lock()
         self._stop = threading.Event()
         self._ends = ExitStack()
         self.policy, self.sender = Policy(seed), None
-        self._attempts = []  # when each update began, and the last number that it used
+        self._began_last = 0.0  # when the last update began
 
     def __str__(self):
         lines = [f"seed {self.seed} by {self._name}: {self.settings}", *map(str, self.events), "what happened:"]
@@ -270,7 +249,7 @@ class Schedule:
             threads = [in_thread(self._load, f"load {i}") for i in range(LOADS)] + [in_thread(self._spy, "spy")]
             for event in self.events:
                 self._note(f"- {event['name']}")
-                getattr(self, f"_{event['name'].replace(' ', '_')}")(event)
+                getattr(self, f"_{event['name']}")(event)
             self._settle()
             self._stop.set()
             for thread in threads:
@@ -279,49 +258,32 @@ class Schedule:
         self._check_looks()
 
     def _connect(self):
-        timeout_s, more = self.settings["timeout_s"], {}
-        if self.settings["members"] == "source":
-            more["members"] = self._source
-        if self._name == "delta":
-            own = {"root": self._folder / "root", "keyframe_every": self.settings["keyframe_every"]}
-        else:
-            own = {"bucket_bytes": 1 << 12}
-        self.fleet = tx.connect(
-            *self._fleet_urls,
-            timeout_s=timeout_s,
-            load_timeout_s=timeout_s,
-            pause_mode=self.settings["pause_mode"],
-            **more,
-        )
-        transport = tx.make_transport(self._name, timeout_s=timeout_s, **own)
+        own = {"root": self._folder / "root", "keyframe_every": self.settings["keyframe_every"]}
+        own = own if self._name == "delta" else {"bucket_bytes": 1 << 12}
+        mode = self.settings["pause_mode"]
+        self.fleet = tx.connect(*self._fleet_urls, timeout_s=FLEET_S, load_timeout_s=FLEET_S, pause_mode=mode)
+        transport = tx.make_transport(self._name, timeout_s=FLEET_S, **own)
         self.sender = self._ends.enter_context(tx.WeightSender(transport, self.fleet))
         self.sender.register_model(self.policy.model)
 
-    def _source(self):
-        if self._source_raises:
-            raise OSError("the source of members broke")
-        with self._changing:
-            return list(self._fleet_urls)
-
     def _update(self, event, among=()):
         """Train and update; ``among`` are engines that something may happen to meanwhile."""
-        self._source_raises = event.get("source raises", False)
         known = {engine.url for engine in self.fleet.engines}.union(self._fleet_urls)
         self.policy.train()
         began, update = time.monotonic(), in_thread(self.sender.update_weights, "update")
-        before = self._attempts[-1][0] if self._attempts else 0.0  # of the last one
+        before, self._began_last = self._began_last, began
         touched = {life.url for life in among}
         if event["meanwhile"]:
             time.sleep(event["delay_s"])
-            touched |= self._meanwhile(event)
-        newest, error = None, None
+            what = {"kill": self._kill, "add": self._add, "remove": self._remove}[event["meanwhile"]]
+            touched |= {life.url for life in (what({**event, "dies": False}),) if life}
+        error = None
         try:
             report = update.result(ENDS_S)
             newest, rows = report.version, report.engines
         except UpdateError as failed:
             error, newest, rows = failed, failed.report.version, failed.rows
         self.policy.note(self.sender._attempted)  # a number that no worker can have seen may be used again
-        self._attempts.append((began, newest))
         words = "ok" if error is None else f"{type(error).__name__}: {str(error)[:1500]}"
         self._note(f"  version {newest} in {time.monotonic() - began:.2f} s: {words}")
         self._observe_deaths()
@@ -329,11 +291,8 @@ class Schedule:
         self._observe_deaths()
         reported, lost = {row.engine for row in rows}, {row.engine for row in rows if row.state == "unreachable"}
         alive = [life for life in self._alive() if life.armed is None and life.url in reported - touched]
-        # one that joins or returns may answer too late for this update, and any on a busy machine for a hasty fleet
+        # one that joins or returns may answer too late for this update
         sound = [life for life in alive if life.url not in lost or life.since < before]
-        if self.settings["timeout_s"] == HASTY_S:
-            late = {row.engine for row in rows if row.error and _LATE in row.error}
-            sound = [life for life in sound if life.url not in late]
         for life in sound:
             look = now.get(life.url)
             if not look or look.paused or look.version != newest:
@@ -348,41 +307,23 @@ class Schedule:
             self._fault(f"version {newest} is in service nowhere, and nobody was told")
         if sound and error is not None and not self._names_cause(error, touched):
             self._fault(f"an error without a cause in the schedule: {error}")
-        self._source_raises = False
         return error is None and reported - lost >= {life.url for life in self._members()}
 
     def _names_cause(self, error, touched):
-        """Whether an error names an engine that died, hung, or left."""
+        """Whether an error names an engine that died or left."""
         down = [life for life in self.lives if not life.up or life.armed is not None or life.url in touched]
-        if self.settings["timeout_s"] == HASTY_S and _LATE in str(error):
-            return True
         names = {name for life in down for name in (life.url, f"pid {life.server.pid} ")}  # a group knows its processes
         return any(name in str(error) for name in names)
 
-    def _meanwhile(self, event):
-        what = {"kill": self._kill, "add": self._add, "remove": self._remove}[event["meanwhile"]]
-        return {life.url for life in (what({**event, "then": "dies later"}),) if life}
-
-    def _trap(self, event, number=signal.SIGKILL):
+    def _trap(self, event):
         life = self._picked(event, self._members())
         if life is None:
-            return None
-        body = {"calls": event["calls"], "when": event["when"], "after_s": event["after_s"], "signal": int(number)}
+            return
         life.armed = time.monotonic()
+        body = {name: event[name] for name in ("calls", "when", "after_s")}
         httpx.post(f"{life.url}/trap", json=body, timeout=30, verify=False).raise_for_status()
         self._note(f"  {life.url} falls {event['when']} call {event['calls']}")
         self._update(event, [life])
-        return life
-
-    def _hang(self, event):
-        life = self._trap(event, signal.SIGSTOP)
-        if life is None or not life.up:
-            return
-        if event["ends"] == "dies":
-            self._end(life)
-        else:
-            os.kill(life.server.pid, signal.SIGCONT)
-            self._disarm(life)
 
     def _add(self, event):
         life = self._start()
@@ -394,7 +335,7 @@ class Schedule:
         if life is None or len(self._fleet_urls) < 2:
             return None
         self._leave(life.url)
-        if event["then"] == "dies at once":
+        if event["dies"]:
             self._end(life)
         return life
 
@@ -409,19 +350,16 @@ class Schedule:
         if urls := self._dead():
             self._start(urls[int(event["pick"] * len(urls))])
 
-    def _move(self, event):
-        """An engine that died is back at another address."""
-        if urls := self._dead():
-            self._join(self._start().url)
-            self._leave(urls[int(event["pick"] * len(urls))])
-
     def _settle(self):
         """Nothing happens any more: some of the dead return, and the last updates reach everybody."""
         self._note("- nothing happens any more")
         self._observe_deaths()
         for life in self._alive():
-            self._disarm(life)
-            if life.url not in self._fleet_urls:
+            with suppress(httpx.HTTPError):
+                httpx.post(f"{life.url}/trap", json={}, timeout=30, verify=False)
+            if life.server.alive():
+                life.armed = None
+            if not life.server.alive() or life.url not in self._fleet_urls:
                 self._end(life)  # or requests would wait for it, if it left while it was paused
         dead = self._dead()
         for url in dead if not self._members() else dead[: len(dead) // 2]:
@@ -440,37 +378,26 @@ class Schedule:
     def _join(self, url):
         with self._changing:
             self._fleet_urls.append(url)
-        if self.settings["members"] == "calls":
-            self.fleet.add(url)
+        self.fleet.add(url)
         self._note(f"  {url} joins")
 
     def _leave(self, url):
         with self._changing:
             self._fleet_urls.remove(url)
-        if self.settings["members"] == "calls":
-            self.fleet.remove(url)
+        self.fleet.remove(url)
         self._note(f"  {url} leaves")
 
     def _start(self, url=None):
-        born, port = time.monotonic(), free_port() if url is None else int(url.rpartition(":")[2])
+        port = free_port() if url is None else int(url.rpartition(":")[2])
         server = EmbeddedServer(self._model_dir, port=port, dtype="float32", threads=1, routes="tests.schedules:routes")
-        life = Life(server.url, server, born, time.monotonic(), base=self.sender.version if self.sender else 0)
-        self.lives.append(life)
+        self.lives.append(life := Life(server.url, server, time.monotonic()))
         self._note(f"  {life.url} is up")
         return life
 
     def _end(self, life):
-        life.until, life.watched = time.monotonic(), False
+        life.until = time.monotonic()
         life.server.stop()
         self._note(f"  {life.url} dies")
-
-    def _disarm(self, life):
-        with suppress(httpx.HTTPError):
-            httpx.post(f"{life.url}/trap", json={}, timeout=30, verify=False)
-        if life.server.alive():
-            life.armed = None
-        else:
-            self._end(life)
 
     def _observe_deaths(self):
         for life in self._alive():
@@ -504,15 +431,10 @@ class Schedule:
                     self._stop.wait(0.05)
                     continue
                 if urls not in clients:
-                    clients[urls] = ends.enter_context(self._client(urls))
+                    clients[urls] = ends.enter_context(
+                        InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
+                    )
                 self._ask(clients[urls], urls, draw)
-
-    def _client(self, urls):
-        """A client that says of each answer which engine gave it, and with how many tokens."""
-        client = InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
-        for url, dialect in client._targets.items():
-            dialect.read = partial(_marked, dialect.read, url)
-        return client
 
     def _ask(self, client, urls, draw):
         prompt = [draw.randrange(3, 64) for _ in range(draw.randint(3, 8))]
@@ -541,15 +463,12 @@ class Schedule:
         try:
             found = http.get(f"{life.url}/truth", timeout=timeout_s, **settings).json()
         except (httpx.HTTPError, ValueError):
-            life.watched = False
             return None
         if not life.since <= began <= time.monotonic() <= life.until:
             return None  # another process may have answered
         version = 0 if found["version"] == "default" else int(found["version"])
         look = Look(life, began, found["paused"], version, found["bytes"])
         self.looks.append(look)
-        if not look.paused:
-            life.confirmed.append((began, version))
         return look
 
     # checks
@@ -564,52 +483,18 @@ class Schedule:
                 self._fault(f"not the bytes of its version: {look}")
 
     def _check_requests(self):
-        answered = [request for request in self.requests if request.error is None]
         for request in self.requests:
-            if request.error is not None:
-                self._check_lost(request)
-        for request in answered:
-            self._check_versions(request)
+            if request.error is not None:  # each of its engines was down with it, or while it ran
+                covers = [life.url for life in self.lives if life.covers(request.start, request.end)]
+                stayed = {*covers} & {*request.urls}
+                if stayed or not isinstance(request.error, EngineError):
+                    self._fault(f"lost although {stayed} were up: {request.error!r}")
+            elif len(request.answer.token_versions()) != len(request.answer.token_ids):
+                self._fault(f"tokens without a version: {request}")
+        answered = [request for request in self.requests if request.error is None]
         self._check_logprobs(answered)
         if not answered:
             self._fault("no request had an answer")
-
-    def _check_lost(self, request):
-        """An engine took it with it, and there was no other that could have answered."""
-        stayed = [
-            life.url for life in self.lives if life.url in request.urls and life.covers(request.start, request.end)
-        ]
-        if stayed or not isinstance(request.error, EngineError):
-            self._fault(f"lost although {stayed} were up: {request.error!r}, after {request.end - request.start:.2f} s")
-
-    def _check_versions(self, request):
-        answer = request.answer
-        versions, spans = answer.token_versions(), answer.weight_versions
-        for _, part in groupby(spans, key=lambda span: id(span.version.by)):
-            part = list(part)
-            own, url = versions[part[0].start : part[-1].end], part[0].version.by.url
-            lives = [
-                life
-                for life in self.lives
-                if life.url == url and life.born <= request.end and request.start <= life.until
-            ]
-            if own != sorted(own) or not any(self._may(life, request, own) for life in lives):
-                self._fault(f"{url} sampled with versions {own}, which it did not serve: {request}")
-        if sum(span.end - span.start for span in spans) != len(answer.token_ids):
-            self._fault(f"tokens without a version: {request}")
-
-    def _may(self, life, request, versions):
-        """Whether a process can have had these versions in service while it sampled for the request."""
-        served = {version for _, version in life.confirmed}
-        before = [version for when, version in life.confirmed if when <= request.start]
-        least = max(before, default=0)
-        for version in versions:
-            began = next((when for when, newest in self._attempts if version <= newest), float("inf"))
-            # nobody has seen what it served in its last moments
-            unseen = not life.watched and life.base <= version and began <= min(request.end, life.until)
-            if version < least or not (version == 0 or version in served or unseen):
-                return False
-        return True
 
     @torch.no_grad()
     def _check_logprobs(self, answered):
@@ -641,29 +526,6 @@ class Schedule:
     def _fault(self, what):
         self._log.append(f"{time.monotonic() - self._began:7.3f} FAULT {what[:300]}")
         self.faults.append(what)
-
-
-class _Label(str):
-    """The label of a version in one answer of one engine (``by.url``), which is that of no other answer."""
-
-    def __new__(cls, label, by):
-        found = super().__new__(cls, label)
-        found.by = by
-        return found
-
-    def __eq__(self, other):
-        return super().__eq__(other) and getattr(other, "by", self.by) is self.by  # a plain one is of any engine
-
-    __hash__ = str.__hash__
-
-
-def _marked(read, url, answer):
-    found = read(answer)
-    for i, one in enumerate(found):
-        by = SimpleNamespace(url=url)
-        spans = tuple(replace(span, version=_Label(span.version, by)) for span in one.weight_versions)
-        found[i] = replace(one, weight_versions=spans)
-    return found
 
 
 def _stacks():

@@ -22,7 +22,7 @@ from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
 from torchrl_ext.base import errors
 from torchrl_ext.base.registry import transports
-from torchrl_ext.cli.frame import COMMANDS
+from torchrl_ext.cli.frame import COMMANDS, app_of
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.testing import free_port
 
@@ -67,6 +67,7 @@ def ray_address(s3):
             yield
 
 
+@pytest.mark.exhaustive  # many processes that each import everything; .ci/run runs it
 def test_the_blocks_for_ray_run_in_a_cluster(ray_address, urls, checkpoint):
     on_servers("engines", checkpoint, what="ray")
     on_servers("torchrl", checkpoint, urls[0], what="ray")
@@ -94,8 +95,9 @@ def test_every_block_is_python_and_runs_somewhere():
     for page in PAGES:
         for block in blocks(page):
             compile(block.code, str(page), "exec", flags=0x2000)  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            known = block.mark in ("", "run beside the next") or block.needs or block.shows
-            assert known, f"{page.relative_to(ROOT)}:{block.line} is marked {block.mark!r}"
+            assert not block.mark or block.needs or block.shows, (
+                f"{page.relative_to(ROOT)}:{block.line}: {block.mark!r}"
+            )
             needing |= {page.stem} if block.needs else set()
     tests = [ROOT / "tests/test_pages.py", *(ROOT / "tests/real_engines").glob("test_*.py")]
     assert needing == {
@@ -155,7 +157,7 @@ def test_cli_page_has_each_command_and_examples_that_parse():
     examples = re.findall(r"`torchrl-ext (?!--)([^`]+)`", page)
     assert [example.split()[0] for example in examples if " " in example or example == "demo"] == list(COMMANDS)
     for name, *words in map(str.split, examples):
-        command = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+        command = typer.main.get_command(app_of(name))
         if hasattr(command, "commands"):
             command, *words = command.commands[words[0]], *words[1:]
         command.make_context(name, words)

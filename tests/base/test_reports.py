@@ -6,9 +6,8 @@ import re
 
 import matplotlib
 import pytest
-from rich.console import Console
 
-from torchrl_ext.base.reports import EngineRow, Phase, Spans, SyncReport, nested
+from torchrl_ext.base.reports import EngineRow, Phase, Spans, SyncReport
 
 URL = "http://a-host-with-a-long-name.cluster.internal:8000"
 TIMELINE = (
@@ -33,16 +32,6 @@ def report(version=3, *, error=None, rows=(), **more):
     known = {"bytes": 1000, "model_bytes": 50_000, "tensors": 4, "density": 0.01, "proof": "in place", "verified": True}
     known |= {"transport": "delta", "spans": spans, "timeline": TIMELINE, **more}
     return SyncReport(version=version, engines=rows, error=error, **known)
-
-
-def test_phases_know_which_phases_contain_them():
-    again = Phase("prepare", 3.0, 4.0)
-    found = nested([*TIMELINE, again, Phase("publish", 3.5, 4.0)])
-    names = [(phase.name, [found[at][0] for at in around]) for phase, around in found]
-    assert names == [
-        ("prepare", []), ("publish", [TIMELINE[1]]), ("prefetch", []), ("pause", []),
-        ("prepare", []), ("publish", [again]),
-    ]  # fmt: skip
 
 
 def test_spans_add_up_and_keep_each_run():
@@ -79,26 +68,20 @@ def test_the_documented_keys_are_those_that_there_are():
 
 def test_a_table_has_every_phase_and_whole_addresses():
     rows = (
-        EngineRow(engine=URL, kind="vllm", state="serving", version=3, pause_s=0.25),
+        EngineRow(engine=URL, kind="vllm", state="serving", version=3, pause_s=0.25, max_gap=0.012),
         EngineRow(engine="http://b:1", kind="sglang", state="paused", error="connection reset"),
     )
-    lines = str(report(rows=rows, encoding="ulp: fewest bytes")).splitlines()
-    assert lines[0] == "version 3 by delta: served by 1 of 2 engine(s), proof: in place"
-    assert "bytes     1,000 of 50,000, 4 tensor(s)" in lines and "changed   1.0000% of all elements" in lines
-    assert "prepare        0.000    1.000" in lines and "  publish      0.100    0.800" in lines
-    assert "total                   2.000" in lines
-    assert any(line.startswith(f"{URL}  vllm    serving        3  250 ms") for line in lines)
-    assert "    connection reset" in lines
+    lines = str(report(rows=rows, encoding="ulp")).splitlines()
+    assert lines[:3] == [
+        "version 3 by delta: served by 1 of 2 engine(s), proof: in place",
+        "1,000 of 50,000 bytes, 4 tensor(s), 1.0000% of all elements",
+        "ulp",
+    ]
+    assert "publish        0.800 s" in lines and "total          2.000 s" in lines
+    assert f"{URL}  vllm  serving 3, 250 ms paused, sent, 0.012 nats" in lines and "    connection reset" in lines
     failed = str(report(error="no space on /shared", rows=rows))
     assert failed.startswith("version 3 by delta failed: no space on /shared\n") and "1,000 of" not in failed
     assert str(SyncReport(version=1, transport="memory")).splitlines()[0] == "version 1 by memory"
-
-
-def test_rich_prints_the_table_and_takes_no_bracket_for_markup():
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(report(encoding="[red]kept[/red]"))
-    assert capture.get() == f"{report(encoding='[red]kept[/red]').table()}\n"
 
 
 def test_a_plot_has_a_row_per_phase_from_its_start_to_its_end():
@@ -107,11 +90,3 @@ def test_a_plot_has_a_row_per_phase_from_its_start_to_its_end():
     boxes = [bars.get_paths()[0].get_extents() for bars in axes.collections]
     assert [(box.x0, box.x1) for box in boxes] == [(0.0, 1.0), (0.1, 0.9), (1.0, 1.5), (1.5, 2.0)]
     assert report().plot(axes) is axes
-
-
-def test_plot_history_shows_bytes_and_pauses_and_marks_failures():
-    reports = [report(1, bytes=500), report(2, error="no space"), report(3)]
-    above, below = SyncReport.plot_history(reports)
-    sent, marked = above.lines
-    assert sent.get_xydata().tolist() == [[1, 500], [3, 1000]] and marked.get_xdata()[0] == 2
-    assert below.lines[0].get_xydata().tolist() == [[1, 500.0], [3, 500.0]]

@@ -11,14 +11,12 @@ import sys
 
 import typer
 
-from torchrl_ext.cli.bench.runner import figures
+from torchrl_ext.cli.bench import figures
 
 SUBJECTS = {
-    "coding": "kinds of blocks of changes, beside their entropy and a copy",
     "digest": "digests of weights on a device, beside a plain read of the same memory",
-    "landing": "the pause of a delta that lands in vLLM, and of full files",
+    "landing": "the commit of a delta in vLLM's own model, beside a scatter, a reload and vLLM's own patches",
     "names": "37,000 names through an engine's own loader and through ours",
-    "owners": "deltas of several trainer ranks: memory and coding of each, beside one rank alone",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",
     "small": "an update of 60,000 small tensors, beside a clone of each",
 }
@@ -29,10 +27,8 @@ def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     program = typer.Typer(add_completion=False, help=__doc__)
     for name, line in SUBJECTS.items():
-        if name in words:
-            program.command(name)(importlib.import_module(f"tests.bench.{name}").measure)
-        else:
-            program.command(name, help=line)(lambda: None)
+        measure = importlib.import_module(f"tests.bench.{name}").measure if name in words else lambda: None
+        program.command(name, help=None if name in words else line)(measure)
     command = typer.main.get_command(program)
     try:
         results = command([word for word in words if word != "--json"] or ["--help"], standalone_mode=False)

@@ -1,8 +1,9 @@
-"""Weights that change, checkpoints of a training run, and the fewest bits that a change of weights can take."""
+"""What benchmarks share: progress, weights that change, a training run, the fewest bits that a change can take."""
 
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchrl_ext.data.deltas.codec_loops import steps_between
 from torchrl_ext.data.deltas.table import unit_of, units
+
+
+def say(step: str) -> None:
+    """Print a step to standard error."""
+    print(step, file=sys.stderr, flush=True)
 
 
 def flip(weights: dict[str, Tensor], density: float, seed: int) -> None:

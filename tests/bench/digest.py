@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import xxhash
 
-from tests.bench.frame import say
+from tests.bench.data import say
 from torchrl_ext.base.devices import settle
-from torchrl_ext.cli.bench.runner import ratio, rounds
+from torchrl_ext.cli.bench import ratio, rounds
 from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import byte_view

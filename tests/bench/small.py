@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import torchrl_ext as tx
-from tests.bench.frame import say
-from torchrl_ext.cli.bench.runner import seconds
+from tests.bench.data import say
+from torchrl_ext.cli.bench import seconds
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 _STEPS = ("publish", "first prefetch", "prefetch", "commit")

@@ -13,16 +13,12 @@ from tests.bench import peers
 from tests.bench.__main__ import SUBJECTS, main
 from tests.bench.peers.layouts import assert_lossless, pulse, weigh
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.cli.bench import delta, transport
-from torchrl_ext.cli.bench.data import synthetic_pair
-from torchrl_ext.cli.bench.runner import figures, ratio, rounds
+from torchrl_ext.cli import bench
 from torchrl_ext.cli.main import main as cli
 
 SMALLEST = {
-    "coding": "--hidden 64 --steps 2",
     "digest": "--mib 1",
-    "names": "--layers 1 --transport delta",
-    "owners": "--ranks 2 --layers 4 --width 128",
+    "names": "--layers 1",
     "peers": "--size small --part bits --part growth",
     "small": "--tensors 300",
 }
@@ -31,20 +27,17 @@ SMALLEST = {
 @pytest.mark.exhaustive  # together about two minutes of processes and compilers; .ci/run runs them
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name, capsys):
-    assert main([name, "--repeats", "1", *SMALLEST[name].split(), "--json"]) == 0
-    assert any(value not in ("", "0") for _, value in figures(json.loads(capsys.readouterr().out)))
-
-
-def test_every_benchmark_without_an_engine_is_run_here():
-    """Every benchmark of this folder runs in these tests, except the one that needs an engine."""
+    """Every benchmark of this folder runs, except the one that needs an engine."""
     assert SUBJECTS.keys() - SMALLEST.keys() == {"landing"}
+    assert main([name, "--repeats", "1", *SMALLEST[name].split(), "--json"]) == 0
+    assert any(value not in ("", "0") for _, value in bench.figures(json.loads(capsys.readouterr().out)))
 
 
 def test_transports_are_compared_with_their_references(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = json.loads(json.dumps(transport.measure("tiny", 2)))
-    assert all(len(taken) == 2 and min(taken) > 0 for taken in found["seconds"].values())
-    for way, other in transport.REFERENCES.items():
+    found = json.loads(json.dumps(bench.measure_transports("tiny", 1)))
+    assert all(len(taken) == 1 and min(taken) > 0 for taken in found["seconds"].values())
+    for way, other in bench.REFERENCES.items():
         compared = found[f"{way} / {other}"]
         assert 0 < compared["low"] <= compared["median"] <= compared["high"]
     assert not list(tmp_path.glob("torchrl-ext-bench-*"))
@@ -52,31 +45,22 @@ def test_transports_are_compared_with_their_references(tmp_path, monkeypatch):
 
 def test_rounds_run_every_way_in_alternating_order():
     order = []
-    taken = rounds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert [len(taken[way]) for way in "ab"] == [2, 2]
-
-
-def test_a_ratio_is_taken_round_by_round():
-    assert ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == {"median": 1.0, "low": 0.5, "high": 2.0}
-    assert dict(figures({"a": {"b": [1.0, 3.0, 2.0]}, "n": 3})) == {"a: b": "2 (1 to 3)", "n": "3"}
-
-
-def test_the_command_refuses_a_size_that_it_does_not_know():
-    assert cli(["bench", "delta", "--size", "huge"]) == 2
+    taken = bench.rounds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
+    assert order == ["a", "b", "b", "a", "a", "b"] and [len(taken[way]) for way in "ab"] == [2, 2]
+    assert bench.ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == {"median": 1.0, "low": 0.5, "high": 2.0}
+    assert dict(bench.figures({"a": {"b": [1.0, 3.0, 2.0]}, "n": 3})) == {"a: b": "2 (1 to 3)", "n": "3"}
 
 
 def test_bench_delta_command_prints_encodings_as_json(capsys):
-    """The command prints one JSON document that compares our encodings with others."""
     assert cli(["bench", "delta", "--size", "tiny", "--density", "0.03", "--repeats", "1", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["3.0%"]
     assert row["density"] == pytest.approx(0.03, rel=0.2) and row["bits_per_changed"]["int32 + bf16"] == 48
-    assert row["bits_per_changed"]["ulp"] < row["bits_per_changed"]["deltas_zstd"]
-    assert set(row["seconds"]) == {"copy", *delta.OTHERS, *delta.OURS}
+    assert set(row["seconds"]) == {"copy", *bench.OTHERS, *bench.OURS}
+    assert cli(["bench", "delta", "--size", "huge"]) == 2
 
 
-def test_the_layout_of_pulse_is_weighed_and_gives_every_bit_back():
-    pair = synthetic_pair({"a": (40, 700), "b": (9000,)}, 0.02)
+def test_the_layout_of_pulse_gives_every_bit_back():
+    pair = bench.synthetic_pair({"a": (40, 700), "b": (9000,)}, 0.02)
     pair.append(("same", torch.ones(8, 8).bfloat16(), torch.ones(8, 8).bfloat16()))
     rows = {row["name"]: row for row in weigh(pair, 1)}
     assert rows["int32 + bf16"]["bits_per_changed"] == 48 > rows["pulse"]["bits_per_changed"]
@@ -94,15 +78,14 @@ def test_failed_benchmark_part_is_a_row_with_its_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(peers, "weigh", fails)
     found = peers.measure(size="small", repeats=1, part=["bits"], out=str(tmp_path / "found.json"))
-    assert found["rows"] == [{"part": "bits", "error": "OSError: no room"}]
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == found["rows"]
+    assert found["rows"] == [{"part": "bits", "error": "OSError: no room"}]
     with pytest.raises(ConfigError, match="--part all"):
         peers.measure(part=["all"])
 
 
 @pytest.mark.engine
 def test_disk_update_of_a_real_vllm_is_measured_from_outside():
-    """A disk update of a real vLLM is timed from outside, and the weights sent land in place."""
     (row,) = peers.measure(size="small", repeats=2, part=["vllm"], only="disk")["rows"]
     assert row["name"] == "disk" and row["proof"] == "in place", row
     assert 0 <= row["pause_s"] < row["total_s"] + 1 and row["bytes"] > 1e6

@@ -14,7 +14,6 @@ from tests.control.servers import running
 from tests.engines.embedded import EmbeddedServer
 from tests.fakes import FakeEngine
 from tests.models import greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.base.types import is_loopback
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.requests.client import InferenceClient
@@ -87,6 +86,13 @@ def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start
     assert says(engines[0], 8) == greedy(tiny_model(1), PROMPT, 8)
 
 
+def test_a_person_gets_a_row_per_engine(engines, start, capsys):
+    assert main(["push", str(start), "--engines", *(engine.url for engine in engines)]) == 0
+    out, err = capsys.readouterr()
+    assert all(engine.url in out for engine in engines) and "serving" in out and "proved: in place" in out
+    assert "2 engine(s) by disk" in err
+
+
 def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_path, capsys):
     """A delta carries only what changed against the weights that the engines run."""
     step, second = tmp_path / "step", tmp_path / "second"
@@ -102,22 +108,16 @@ def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_pa
     assert told["density"] < 1e-4 and holds(fresh, second) and told["encoding"] == "deltas"
 
 
-def test_delta_push_against_another_base_is_refused(fresh, start, other, capsys):
-    """A delta against another base is refused, and the engine serves its weights on."""
-    before = says(fresh)
-    told = pushed(capsys, start, [fresh], "--transport", "delta", "--base", other, status=3)
-    assert not told["pushed"] and told["report"]["engines"][0]["state"] == "serving"
-    assert says(fresh) == before and holds(fresh, start)
-
-
-def test_checkpoint_of_another_model_is_refused_before_pause(fresh, start, tmp_path, capsys):
-    strange = tiny_checkpoint(tmp_path / "strange", hidden_size=64)
+def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, other, tmp_path, capsys):
+    """Another model, or a delta against another base, is refused, and the engine serves its weights on."""
+    strange, before = tiny_checkpoint(tmp_path / "strange", hidden_size=64), says(fresh)
     told = pushed(capsys, strange, [fresh], status=3)
-    assert told["type"] == "UpdateError" and "lm_head.weight" in told["error"]
-    (row,) = told["report"]["engines"]
-    assert row["state"] == "serving" and row["pause_s"] == 0
-    assert HTTPSession(fresh.url).get("/is_paused")["is_paused"] is False
-    assert holds(fresh, start)
+    assert told["type"] == "UpdateError" and "lm_head.weight" in told["error"] and not told["pushed"]
+    stale = pushed(capsys, start, [fresh], "--transport", "delta", "--base", other, status=3)
+    for found in (told, stale):
+        (row,) = found["report"]["engines"]
+        assert row["state"] == "serving" and row["pause_s"] == 0
+    assert says(fresh) == before and holds(fresh, start)
     assert pushed(capsys, start, [fresh])["pushed"]
 
 
@@ -138,58 +138,38 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
         assert list(tmp_path.iterdir()) == []
 
 
-def test_engines_elsewhere_need_a_root(start, capsys):
-    away = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["disk", "delta"]}
-    from tests.cli.test_doctor import GONE
-
-    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost")))
-    assert not any(map(is_loopback, ("10.0.0.1", "engine")))
-    with running(get_server_info=(200, away), get_get_world_size=GONE) as server:
-        told = _failed(capsys, start, server.url, "--transport", "delta")
-        assert "/m" in told["error"] and "--base" in told["error"]
-
-
 def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
     """vLLM and SGLang together are refused before an engine joins a broadcast group."""
     with FakeEngine("stock-vllm") as vllm, FakeEngine("stock-sglang") as sglang:
-        told = _failed(capsys, start, sglang.url, vllm.url, "--transport", "native", "--timeout-s", "5")
+        told = pushed(capsys, start, [sglang, vllm], "--transport", "native", "--timeout-s", "5", status=2)
         assert told["type"] == "ConfigError" and "sglang and vllm share no broadcast" in told["error"]
         assert not any("init_weight" in route for route in (*vllm.counts, *sglang.counts))
 
 
-def _failed(capsys, directory, *argv, status=2):
-    assert main(["push", str(directory), "--engines", *map(str, argv), "--json"]) == status
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
-    ("argv", "word"),
+    ("argv", "status", "kind", "word"),
     [
-        ("dir --engines 127.0.0.1:9 --base x", "--transport delta"),
-        ("dir --transport collective --root x --engines 127.0.0.1:9", "--transport disk or delta"),
-        ("--engines 127.0.0.1:9 127.0.0.1:8 dir --keep-files", "--root"),
-        ("--engines 127.0.0.1:9 dir --dtype float99", "'float99'"),
+        ("dir --engines 127.0.0.1:9 --base x", 2, "ConfigError", "--transport delta"),
+        ("dir --transport collective --root x --engines 127.0.0.1:9", 2, "ConfigError", "--transport disk or delta"),
+        ("--engines 127.0.0.1:9 127.0.0.1:8 dir --keep-files", 2, "ConfigError", "--root"),
+        ("--engines 127.0.0.1:9 dir --dtype float99", 2, "ConfigError", "'float99'"),
+        ("nowhere --engines 127.0.0.1:9", 2, "ConfigError", "no checkpoint"),
+        ("START --engines 127.0.0.1:9", 3, "EngineUnreachableError", "127.0.0.1:9"),
     ],
 )
-def test_settings_that_contradict_are_refused_at_once(argv, word, capsys):
+def test_what_cannot_work_is_refused_at_once(argv, status, kind, word, start, capsys):
     """Wrong settings are a ConfigError that names the option, before files or engines are opened."""
-    assert main(["push", *argv.split(), "--json"]) == 2
+    assert main(["push", *argv.replace("START", str(start)).split(), "--json"]) == status
     told = json.loads(capsys.readouterr().out)
-    assert told["type"] == "ConfigError" and word in told["error"]
+    assert told["type"] == kind and word in told["error"]
 
 
-def test_what_is_no_checkpoint_and_what_is_no_engine_are_named(start, tmp_path, capsys, engines):
-    assert "no checkpoint" in _failed(capsys, tmp_path / "nowhere", engines[0].url)["error"]
-    assert _failed(capsys, start, "127.0.0.1:9", status=3)["type"] == "EngineUnreachableError"
-    with running(get_server_info=(200, {"engine": "embedded", "parallel_config": {}, "transports": []})) as server:
-        assert "doctor" in _failed(capsys, start, server.url)["error"]
-
-
-def test_a_person_gets_a_row_per_engine(engines, start, capsys):
-    assert main(["push", str(start), "--engines", *(engine.url for engine in engines)]) == 0
-    out, err = capsys.readouterr()
-    assert all(engine.url in out for engine in engines) and "serving" in out and "proved: in place" in out
-    assert "2 engine(s) by disk" in err
+def test_engines_that_cannot_follow_are_refused(start, capsys):
+    server = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["delta"]}
+    for info, words in ((server, ("/m", "--base")), (server | {"transports": []}, ("doctor",))):
+        with running(get_server_info=(200, info), get_get_world_size=(404, {})) as served:
+            told = pushed(capsys, start, [served], "--transport", "delta", status=2)
+        assert all(word in told["error"] for word in words)
 
 
 def test_files_under_a_url_are_removed(s3, start, other, capsys):

@@ -15,7 +15,7 @@ from tests.processes import forking
 from tests.schedules import Schedule, checkpoint
 from torchrl_ext.control.http import HTTP, run
 
-SEEDS = {"delta": (), "collective": (3,)}
+SEEDS = {"delta": (), "collective": (8,)}
 RUNS = [
     pytest.param(name, seed, marks=() if seed in few else pytest.mark.exhaustive)
     for name, few in SEEDS.items()

@@ -33,7 +33,6 @@ class Registry:
         kind: the noun in messages, for example ``"transport"``.
         entries: our own classes: name -> (path below this package as ``"module:Class"``, one-line summary).
         group: entry-point group through which other packages add names; None for a closed table.
-        aliases: other projects' names -> registered names; `names` does not list them.
     """
 
     def __init__(
@@ -42,9 +41,8 @@ class Registry:
         entries: Mapping[str, tuple[str, str]] = MappingProxyType({}),
         *,
         group: str | None = None,
-        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._kind, self._group, self._aliases = kind, group, aliases
+        self._kind, self._group = kind, group
         self._others = f"register it, or install its package, which names it in {group!r}" if group else None
         self._loading = threading.Lock()
         self._entries = {name: (f"torchrl_ext.{path}", summary) for name, (path, summary) in entries.items()}
@@ -71,8 +69,6 @@ class Registry:
             ConfigError: the name is not registered, its import fails, or its module lacks the class.
         """
         self._load_entry_points()
-        if name not in self._entries:  # a package's class may have the name of an alias
-            name = self._aliases.get(name, name)
         if name not in self._entries:
             raise self._unknown(name, self._entries)
         return self._imported(name, self._entries[name][0])
@@ -159,7 +155,6 @@ transports = Registry(
         "memory": ("data.transports.memory:MemoryTransport", "within one process"),
     },
     group="torchrl_ext.transports",
-    aliases={"nccl": "collective", "broadcast": "collective", "cuda_ipc": "ipc"},  # SkyRL's names
 )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, final
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.types import Info
 
-__all__ = ["PROOFS", "EngineRow", "Log", "Logs", "Phase", "Spans", "SyncReport", "least", "nested"]
+__all__ = ["PROOFS", "EngineRow", "Log", "Logs", "Phase", "Spans", "SyncReport", "least"]
 
 log = logging.getLogger("torchrl_ext")
-
-Rows = list[tuple[str, ...]]
 
 
 class Phase(NamedTuple):
@@ -60,44 +58,6 @@ class Spans(dict[str, float]):
         ended = time.perf_counter()
         self[phase] = self.get(phase, 0.0) + ended - began
         self.phases.append(Phase(phase, began, ended))
-
-
-def nested(timeline: Sequence[Phase]) -> list[tuple[Phase, tuple[int, ...]]]:
-    """Return the phases in order of their start, each with the indices of the phases that contain it, outermost first.
-
-    Example:
-        >>> nested([Phase("publish", 0.1, 0.9), Phase("prepare", 0.0, 1.0)])[1]
-        (Phase(name='publish', start_s=0.1, end_s=0.9), (0,))
-    """
-    found: list[tuple[Phase, tuple[int, ...]]] = []
-    for phase in sorted(timeline, key=lambda one: (one.start_s, -one.end_s)):
-        outer = found[-1][1] + (len(found) - 1,) if found else ()
-        around = tuple(at for at in outer if found[at][0].end_s >= phase.end_s)
-        found.append((phase, around))
-    return found
-
-
-def _aligned(rows: Rows, how: str) -> list[str]:
-    """Return rows of cells as lines, with columns aligned as ``how`` says, by one of "<" and ">" for each."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{cell:{at}{width}}" for cell, at, width in zip(row, how, widths, strict=False)) for row in rows
-    )
-    return [line.rstrip() for line in lines]
-
-
-def _axes(count: int) -> Any:
-    """Return ``count`` axes, one above the other, of a new figure.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError.missing("matplotlib", "plot") from None
-    _, axes = pyplot.subplots(count, sharex=True, squeeze=False, layout="constrained")
-    return list(axes[:, 0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,47 +198,28 @@ class SyncReport:
     def table(self) -> str:
         """Return the report as plain text: bytes, proof, a line per phase, and a line per engine with its address."""
         served = sum((row.state, row.version) == ("serving", self.version) for row in self.engines)
-        head = f"version {self.version} by {self.transport}"
+        lines = [f"version {self.version} by {self.transport}"]
         if self.error is not None:
-            head += f" failed: {self.error}"
+            lines[0] += f" failed: {self.error}"
         elif self.engines:
-            head += f": served by {served} of {len(self.engines)} engine(s), proof: {self.proof}"
-        facts: Rows = [("bytes", f"{self.bytes:,} of {self.model_bytes:,}, {self.tensors} tensor(s)")]
-        if self.density != 1.0:
-            facts.append(("changed", f"{self.density:.4%} of all elements"))
-        if self.encoding:
-            facts.append(("encoding", self.encoding))
-        if self.part:
-            facts.append(("part", "only some tensors were sent"))
-        timed = nested(self.timeline)
-        rows: Rows = [("phase", "starts at", "seconds")]
-        rows += [(f"{'  ' * len(a)}{p.name}", f"{p.start_s:.3f}", f"{p.end_s - p.start_s:.3f}") for p, a in timed]
-        untimed = [name for name in self.spans if name not in {phase.name for phase, _ in timed}]
-        rows += [(name, "", f"{self.spans[name]:.3f}") for name in untimed]
-        lines = [head, *_aligned(facts if self.error is None else [], "<<")]
-        lines += ["", *_aligned(rows, "<>>")] if len(rows) > 1 else []
-        if self.engines:
-            rows = [("engine", "kind", "state", "version", "pause", "proof", "gap")]
-            for row in self.engines:
-                gap = "" if row.max_gap is None else f"{row.max_gap:.2g}"
-                version = "" if row.version is None else str(row.version)
-                cells = row.engine, row.kind, row.state, version, f"{1e3 * row.pause_s:.0f} ms", row.proof, gap
-                rows.append(cells)
-            if not any(row[-1] for row in rows[1:]):
-                rows = [row[:-1] for row in rows]
-            shown = iter(_aligned(rows, "<<<>><>"))
-            lines += ["", next(shown)]
-            for row, line in zip(self.engines, shown, strict=True):
-                lines += [line] if row.error is None else [line, f"    {row.error}"]
+            lines[0] += f": served by {served} of {len(self.engines)} engine(s), proof: {self.proof}"
+        if self.error is None:
+            share = f", {self.density:.4%} of all elements" if self.density != 1.0 else ""
+            lines.append(f"{self.bytes:,} of {self.model_bytes:,} bytes, {self.tensors} tensor(s){share}")
+            lines += [self.encoding] if self.encoding else []
+            lines += ["only some tensors were sent"] if self.part else []
+        lines += [f"{name:<10}{took:>10.3f} s" for name, took in self.spans.items()]
+        width = max((len(row.engine) for row in self.engines), default=0)
+        for row in self.engines:
+            version = "" if row.version is None else f" {row.version}"
+            gap = "" if row.max_gap is None else f", {row.max_gap:.2g} nats"
+            pause = f"{1e3 * row.pause_s:.0f} ms paused"
+            lines.append(f"{row.engine:<{width}}  {row.kind}  {row.state}{version}, {pause}, {row.proof}{gap}")
+            lines += [] if row.error is None else [f"    {row.error}"]
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
-
-    def __rich__(self) -> Any:
-        from rich.text import Text  # rich calls this
-
-        return Text(self.table())
 
     def plot(self, ax: Any = None) -> Any:
         """Draw when each phase ran, one row per phase; the pause is red.
@@ -292,8 +233,12 @@ class SyncReport:
         Raises:
             ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
         """
-        ax = _axes(1)[0] if ax is None else ax
-        phases = [phase for phase, _ in nested(self.timeline)]
+        try:
+            from matplotlib import pyplot
+        except ImportError:
+            raise ConfigError.missing("matplotlib", "plot") from None
+        ax = pyplot.subplots(layout="constrained")[1] if ax is None else ax
+        phases = sorted(self.timeline, key=lambda phase: (phase.start_s, -phase.end_s))
         names = list(dict.fromkeys(phase.name for phase in phases))
         for at, name in enumerate(names):
             bars = [(phase.start_s, phase.end_s - phase.start_s) for phase in phases if phase.name == name]
@@ -304,34 +249,6 @@ class SyncReport:
         ax.set_xlabel("seconds since the update began")
         ax.set_title(f"version {self.version} by {self.transport}")
         return ax
-
-    @staticmethod
-    def plot_history(history: Sequence[SyncReport], axes: Any = None) -> Any:
-        """Draw the bytes and the longest pause of each update over the version; dotted lines mark failed updates.
-
-        Args:
-            history: the reports of some updates.
-            axes: two matplotlib axes, for bytes and for pauses; None makes a figure.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
-        """
-        above, below = axes = _axes(2) if axes is None else axes
-        good = [report for report in history if report.error is None]
-        versions = [report.version for report in good]
-        above.plot(versions, [report.bytes for report in good], marker="o")
-        above.set(ylabel="bytes sent", yscale="log")
-        pauses = [1e3 * max((row.pause_s for row in report.engines), default=0.0) for report in good]
-        below.plot(versions, pauses, marker="o", color="tab:red")
-        below.set(ylabel="longest pause (ms)", xlabel="version", ylim=(0.0, None))
-        for report in history:
-            if report.error is not None:
-                for one in axes:
-                    one.axvline(report.version, color="tab:gray", linestyle=":")
-        return axes
 
     def to_json(self) -> Info:
         """Return all fields as a JSON-safe dict; an infinite gap becomes ``"inf"``, because JSON has no infinity."""
@@ -352,33 +269,30 @@ class Logs:
     """Several logs as one, which never raises."""
 
     def __init__(self) -> None:
-        self._logs: list[Callable[[SyncReport], object]] = []
+        self._logs: list[tuple[Log, Any]] = []  # each with the method by which it takes numbers, if it has one
         self._failures = 0
 
     def add(self, *logs: Log) -> None:
-        """Add logs; see `WeightSender.log_to`."""
-        self._logs += list(map(self._as_function, logs))
+        """Add logs; see `WeightSender.log_to`.
+
+        Raises:
+            ConfigError: one is neither a logger nor a function.
+        """
+        for one in logs:
+            log_scalar = getattr(one, "log_scalar", None)
+            if not callable(log_scalar or one):
+                raise ConfigError(f"{one!r} is no log", expected="a TorchRL logger, or a function that takes a report")
+            self._logs.append((one, log_scalar))
 
     def __call__(self, report: SyncReport) -> None:
         """Hand a report to every log."""
         self._failures += report.error is not None
-        for one in self._logs:
+        numbers = report.scalars() | {"sync/failures": float(self._failures)}
+        for one, log_scalar in self._logs:
             try:
-                one(report)
+                if log_scalar is None:
+                    one(report)
+                for name, value in numbers.items() if log_scalar is not None else ():
+                    log_scalar(name, value, step=report.version)
             except Exception:
                 log.warning("a log did not take the report of version %d", report.version, exc_info=True)
-
-    def _as_function(self, given: Log) -> Callable[[SyncReport], object]:
-        """Return the function that ``given`` stands for; raises ConfigError as `WeightSender.log_to`."""
-        log_scalar: Any = getattr(given, "log_scalar", None)
-        if callable(log_scalar):
-
-            def to_logger(report: SyncReport) -> None:
-                for name, value in (report.scalars() | {"sync/failures": float(self._failures)}).items():
-                    log_scalar(name, value, step=report.version)
-
-            return to_logger
-        if not callable(given):
-            raise ConfigError(f"{given!r} is no log", expected="a TorchRL logger, or a function that takes a report")
-        function: Callable[[SyncReport], object] = given
-        return function

@@ -10,10 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -81,6 +81,17 @@ class Recipe:
     remove: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     size: str = ""
+
+    def steps(self, folder: Path) -> dict[str, list[str]]:
+        """Return the commands that make the environment, by what they do."""
+        pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        steps = {"creating it": [sys.executable, "-m", "venv", str(folder)]}
+        steps[f"installing {self.packages[0]}"] = [*pip, "install", *self.packages]
+        if self.bare:
+            steps[f"installing {self.bare[0]}"] = [*pip, "install", "--no-deps", *self.bare]
+        if self.remove:
+            steps["removing what a CPU cannot use"] = [*pip, "uninstall", "-y", *self.remove]
+        return steps
 
 
 _SGLANG = """
@@ -172,20 +183,36 @@ def ensure(recipe: Recipe, report: Report = note) -> Path:
     """
     engines = cache_folder() / "engines"
     folder, marker = engines / recipe.name, engines / f"{recipe.name}.json"
-    if _is_made(recipe, folder, marker) and not _unwritten(recipe, folder):
-        return folder / "bin/python"
+    python, content = folder / "bin/python", {"packages": [*recipe.packages, *recipe.bare], "removed": [*recipe.remove]}
+
+    def made() -> bool:
+        with contextlib.suppress(OSError, ValueError):  # something is missing, or damaged
+            return bool(json.loads(marker.read_text()) == content) and python.exists()
+        return False
+
+    def unwritten() -> Iterator[tuple[Path, str]]:
+        for name, text in recipe.files.items():
+            path = next(folder.glob("lib/python3*/site-packages"), folder) / name
+            if not path.is_file() or path.read_text() != text:
+                yield path, text
+
+    if made() and not any(unwritten()):
+        return python
     try:
         engines.mkdir(parents=True, exist_ok=True)
         with FileLock(engines / f"{recipe.name}.lock", timeout=_LOCK_S):
-            if not _is_made(recipe, folder, marker):
-                if marker.exists():
-                    report(f"{folder} was made by another recipe, or is damaged, and is made anew")
+            if not made():
                 marker.unlink(missing_ok=True)
-                _make(recipe, folder, engines / f"{recipe.name}.log", report)
-                written = marker.with_suffix(".written")
-                written.write_text(json.dumps(_content(recipe)))
-                written.replace(marker)
-            _write(recipe, folder)
+                report(f"making the engine environment {folder} ({recipe.size})")
+                if folder.is_symlink() or folder.exists():  # of another recipe, or damaged
+                    shutil.rmtree(folder)
+                _run(recipe.steps(folder), engines / f"{recipe.name}.log", report)
+                marker.write_text(json.dumps(content))
+                report(f"  ready: {folder}")
+            for path, text in unwritten():
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+                shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # may seem to be of this second and size
     except Timeout:
         raise DeadlineError(
             f"another process has been building {folder} for {_LOCK_S:g} s", hint="find that process, and end it"
@@ -196,78 +223,30 @@ def ensure(recipe: Recipe, report: Report = note) -> Path:
         raise ConfigError(
             f"{folder} cannot be made: {error}", hint="set TORCHRL_EXT_CACHE to a folder with space"
         ) from error
-    return folder / "bin/python"
+    return python
 
 
-def _content(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the expected content of a recipe's marker."""
-    return {"packages": [*recipe.packages, *recipe.bare], "removed": list(recipe.remove)}
-
-
-def _is_made(recipe: Recipe, folder: Path, marker: Path) -> bool:
-    """Return whether the folder holds a complete environment with the packages of this recipe."""
-    with contextlib.suppress(OSError, ValueError):  # something is missing, or damaged
-        made = json.loads(marker.read_text())
-        ours = isinstance(made, dict) and made.items() >= _content(recipe).items()
-        return ours and (folder / "bin/python").exists()
-    return False
-
-
-def _unwritten(recipe: Recipe, folder: Path) -> dict[Path, str]:
-    """Return the files of a recipe that the environment lacks, or has with another content."""
-    files = {_site_packages(folder, name): text for name, text in recipe.files.items()}
-    return {path: text for path, text in files.items() if not path.is_file() or path.read_text() != text}
-
-
-def _write(recipe: Recipe, folder: Path) -> None:
-    for path, text in _unwritten(recipe, folder).items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            compiled.unlink()  # Python would take it for a file of the same second and size
-
-
-def _site_packages(folder: Path, name: str) -> Path:
-    return next(folder.glob("lib/python3*/site-packages"), folder) / name
-
-
-def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
-    report(f"making the engine environment {folder} ({recipe.size})")
-    if folder.is_symlink() or folder.exists():
-        shutil.rmtree(folder)
-    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    steps = {"creating it": [sys.executable, "-m", "venv", str(folder)]}
-    steps[f"installing {recipe.packages[0]}"] = [*pip, "install", *recipe.packages]
-    if recipe.bare:
-        steps[f"installing {recipe.bare[0]}"] = [*pip, "install", "--no-deps", *recipe.bare]
-    if recipe.remove:
-        steps["removing what a CPU cannot use"] = [*pip, "uninstall", "-y", *recipe.remove]
+def _run(steps: Mapping[str, list[str]], log: Path, report: Report) -> None:
+    """Run the steps of an installation, one after the other, with one deadline and one log."""
     within = Deadline(_MAKING_S)
     with log.open("w") as out:
         for what, command in steps.items():
             report(f"  {what}")
-            with progress(what):
-                _run(command, out, within)
-    report(f"  ready: {folder}")
-
-
-def _run(command: list[str], out: TextIO, within: Deadline) -> None:
-    """Run one step of an installation."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(within.left_s)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode:
-        status = f"ended with status {process.returncode}"
-        what = f"did not end within the {within.timeout_s:g} s" if within.over else status
-        raise (DeadlineError if within.over else ConfigError)(
-            f"`{' '.join(command[:6])} ...` {what}: {Path(out.name).read_text(errors='replace')[-_LOG_CHARS:]}",
-            state="the environment is incomplete and will be made anew",
-            hint=f"the whole log is {out.name}",
-        )
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                with progress(what), contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(within.left_s)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.returncode:
+                status = f"ended with status {process.returncode}"
+                ended = f"did not end within the {within.timeout_s:g} s" if within.over else status
+                raise (DeadlineError if within.over else ConfigError)(
+                    f"`{' '.join(command[:6])} ...` {ended}: {log.read_text(errors='replace')[-_LOG_CHARS:]}",
+                    state="the environment is incomplete and will be made anew",
+                    hint=f"the whole log is {log}",
+                )

@@ -128,15 +128,14 @@ def examine(trainer: Trainer, address: str) -> tuple[list[Finding], Examined | N
     try:
         engine = _ask(address, trainer, findings)
         if engine is not None:
-            for check in CHECKS:
-                findings += check(engine)
-    except WeightSyncError as error:  # it went away between two questions
+            findings += [finding for check in CHECKS for finding in check(engine)]
+    except WeightSyncError as error:  # it does not answer, or no more
         findings.append(failed("reachable", error))
     return findings, engine
 
 
 def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | None:
-    """Ask the engine for everything that more than one check needs; None, with a finding, if it does not answer."""
+    """Ask the engine for everything that more than one check needs; None, with a finding, if it is no engine."""
     try:
         url = normalise_url(address)
     except ConfigError as error:
@@ -209,24 +208,21 @@ def _plugin(engine: Examined) -> Iterator[Finding]:
 
 
 def _paused(engine: Examined) -> Iterator[Finding]:
-    if engine.info.kind == "sglang":  # it has no route that says so
-        return
-    with contextlib.suppress(EngineRefusedError, AttributeError):
-        if engine.http.get("/is_paused").get("is_paused"):
+    with contextlib.suppress(EngineRefusedError):  # it cannot say
+        if engine.client.state().paused:
             remedy = "an update may be running; after a failed update, the next successful one resumes the engine"
             yield warning("paused", "the engine is paused", "an engine that generates", remedy)
 
 
 def _versions(engine: Examined) -> Iterator[Finding]:
-    if not engine.answers:
-        return
-    first, here = engine.answers[0], torchrl_ext.__version__
     theirs = {str(one["torchrl_ext"]) for one in engine.answers}
-    found = f"torchrl_ext {', '.join(sorted(theirs))}, torch {first.get('torch')}, Python {first.get('python')}"
-    if theirs == {here}:
-        yield ok("versions", found)
-    else:
-        yield warning("versions", found, f"torchrl_ext {here}, as here", "install the same version on both sides")
+    for first in engine.answers[:1]:
+        found = f"torchrl_ext {', '.join(sorted(theirs))}, torch {first.get('torch')}, Python {first.get('python')}"
+        if theirs == {torchrl_ext.__version__}:
+            yield ok("versions", found)
+        else:
+            expected = f"torchrl_ext {torchrl_ext.__version__}, as here"
+            yield warning("versions", found, expected, "install the same version on both sides")
 
 
 def _shared(engine: Examined) -> Iterator[Finding]:
@@ -269,11 +265,10 @@ def _model(engine: Examined) -> Iterator[Finding]:
 
 def _config_of(directory: str) -> dict[str, Any]:
     """Return ``config.json`` of a checkpoint directory; empty if this machine cannot read it."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         config = json.loads((Path(directory) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+        return config if isinstance(config, dict) else {}
+    return {}
 
 
 CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
@@ -306,9 +301,9 @@ def rehearse(engine: Examined) -> Iterator[Finding]:
 # all engines
 
 
-def compare(known: Sequence[tuple[str, list[Finding], Examined | None]]) -> Iterator[Finding]:
+def compare(known: Sequence[tuple[str, Examined | None]]) -> Iterator[Finding]:
     """Yield findings about all engines together: an engine given twice, and the size of a group."""
-    every = [(address, engine) for address, _, engine in known if engine is not None]
+    every = [(address, engine) for address, engine in known if engine is not None]
     processes: dict[tuple[Any, Any], list[str]] = {}
     for address, engine in every:
         for replied in engine.answers[:1]:

@@ -30,29 +30,32 @@ from rich.table import Table
 import torchrl_ext
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError, StoreError, WeightSyncError
 
-__all__ = ["COMMANDS", "APIKey", "Interrupts", "answer", "as_json", "fail", "note", "progress", "run", "table"]
+__all__ = [
+    "COMMANDS",
+    "APIKey",
+    "Interrupts",
+    "answer",
+    "app_of",
+    "as_json",
+    "fail",
+    "note",
+    "progress",
+    "run",
+    "table",
+]
 
 COMMANDS = {
-    "demo": (
-        "torchrl_ext.cli.commands.demo",
-        "train a tiny policy and keep an engine at its newest weights, with proof",
-    ),
-    "discover": ("torchrl_ext.cli.commands.discover", "list the engines at the given addresses"),
-    "push": ("torchrl_ext.cli.commands.push", "load a checkpoint into running engines"),
-    "serve": ("torchrl_ext.cli.commands.serve", "install and start an engine that can follow a trainer"),
-    "chain": ("torchrl_ext.cli.commands.chain", "list, check, prune and unpack the versions under a root"),
-    "plan": ("torchrl_ext.cli.commands.plan", "recommend a transport for a deployment"),
-    "doctor": ("torchrl_ext.cli.commands.doctor", "find problems that would make an update fail"),
-    "watch": (
-        "torchrl_ext.cli.commands.watch",
-        "show versions, bytes, pauses, lag and state of roots and engines, live",
-    ),
-    "bench": ("torchrl_ext.cli.commands.bench", "measure transports on this machine"),
+    "demo": "train a tiny policy and keep an engine at its newest weights, with proof",
+    "discover": "list the engines at the given addresses",
+    "push": "load a checkpoint into running engines",
+    "serve": "install and start an engine that can follow a trainer",
+    "chain": "list, check, prune and unpack the versions under a root",
+    "plan": "recommend a transport for a deployment",
+    "doctor": "find problems that would make an update fail",
+    "watch": "show versions, bytes, lag and state of roots and engines, live",
+    "bench": "measure transports on this machine",
 }
-"""Name -> the module whose ``app`` is the command, or the group of its actions; and one line."""
-
-_COMPLETING = "_TORCHRL_EXT_COMPLETE"
-"""Environment variable by which a shell asks for completions."""
+"""Name -> one line."""
 
 _STATUSES: dict[type[BaseException], int] = {
     ConfigError: 2,
@@ -66,6 +69,7 @@ _STATUSES: dict[type[BaseException], int] = {
 }
 """Class of an error -> exit status; the first class that fits counts (`DeadlineError` is an `OSError`, too)."""
 
+_COMPLETING = "_TORCHRL_EXT_COMPLETE"  # the variable of the environment by which a shell asks for completions
 _UNWRAPPED = 1 << 20
 _JSON = "`--json`, anywhere in the line, prints one JSON document on standard output."
 _ADDRESS = re.compile(r"https?://\S+|[^\s/=]+:\d+/?")
@@ -97,10 +101,7 @@ def answer(document: Mapping[str, Any], *shown: RenderableType, status: int = 0)
     if not console.is_terminal:
         console.width = _UNWRAPPED  # a pipe's lines stay whole, for grep
     for part in shown:
-        if isinstance(part, str):
-            print(part, flush=True)
-        else:
-            console.print(part)
+        print(part, flush=True) if isinstance(part, str) else console.print(part)
     return status
 
 
@@ -144,23 +145,11 @@ def fail(error: BaseException, *shown: RenderableType, **more: Any) -> int:
         shown: as for `answer`.
         more: further fields of the document.
     """
-    message = (error.format_message() if isinstance(error, typer.TyperException) else str(error)) or type(
-        error
-    ).__name__
-    answer({**more, "error": message, "type": type(error).__name__}, *shown)
+    kind = type(error).__name__
+    message = (error.format_message() if isinstance(error, typer.TyperException) else str(error)) or kind
     note(f"torchrl-ext: {message}")
-    status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-    cause: BaseException | None = error
-    while status == _STATUSES[WeightSyncError] and cause is not None:
-        status = _STATUSES[StoreError] if isinstance(cause, StoreError) else status  # it failed the update
-        cause = cause.__cause__
-    return status
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(torchrl_ext.__version__)
-        raise typer.Exit
+    status = next(status for known, status in _STATUSES.items() if isinstance(error, known))
+    return answer({**more, "error": message, "type": kind}, *shown, status=status)
 
 
 def run(argv: list[str]) -> int:
@@ -187,20 +176,32 @@ def run(argv: list[str]) -> int:
         raise
 
 
+def app_of(name: str) -> typer.Typer:
+    """Return a command, or the group of its actions, from the module of its name in `torchrl_ext.cli.commands`."""
+    app: typer.Typer = importlib.import_module(f"torchrl_ext.cli.commands.{name}").app
+    return app
+
+
 def _program(words: Sequence[str]) -> typer.Typer:
     """Return the program. It imports the commands among ``words`` only, so that help needs none of their packages."""
     program = typer.Typer(rich_markup_mode="markdown", callback=_options)
-    for name, (module, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         if name not in words and _COMPLETING not in os.environ:
             program.command(name, help=line)(lambda: None)
             continue
-        app: typer.Typer = importlib.import_module(module).app
+        app = app_of(name)
         app.rich_markup_mode = program.rich_markup_mode
         for command in app.registered_commands:
             command.epilog = _JSON
         single = len(app.registered_commands) == 1
         program.add_typer(app, name=None if single else name, epilog=_JSON)
     return program
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(torchrl_ext.__version__)
+        raise typer.Exit
 
 
 def _options(
@@ -222,9 +223,6 @@ def _repeated(words: Sequence[str]) -> Iterator[str]:
         before = word
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 class Interrupts:
     """Turns SIGINT and SIGTERM into `KeyboardInterrupt`, for the length of a ``with`` block in the main thread.
 
@@ -233,12 +231,13 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
-        self._deferring = self._pending = self._ignoring = False
-        self._what = ""
+        self._what = ""  # what goes on, and must not be cut short by a first signal
+        self._pending = self._ignoring = False
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -252,11 +251,11 @@ class Interrupts:
         Args:
             what: what goes on, for the note on standard error.
         """
-        self._deferring, self._pending, self._what = True, False, what
+        self._what, self._pending = what, False
         try:
             yield
         finally:
-            self._deferring = False
+            self._what = ""
         if self._pending:
             raise KeyboardInterrupt
 
@@ -265,10 +264,8 @@ class Interrupts:
         self._ignoring = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._ignoring:
-            return
-        if self._deferring and not self._pending:
+        if self._what and not self._pending and not self._ignoring:
             self._pending = True
-            print(f"finishing {self._what} first; interrupt again to abandon it", file=sys.stderr)
-            return
-        raise KeyboardInterrupt
+            note(f"finishing {self._what} first; interrupt again to abandon it")
+        elif not self._ignoring:
+            raise KeyboardInterrupt

@@ -13,34 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_ext.testing.stateful import TransportLife
-    from torchrl_ext.testing.transports import (
-        DTYPES,
-        SMALL_BYTES,
-        WAIT_S,
-        Ends,
-        StandaloneContract,
-        TransportContract,
-        any_bits,
-        assert_arrived,
-        assert_held,
-        free_port,
-        same_bits,
-    )
+    from torchrl_ext.testing.transports import *  # noqa: F403
 
-__all__ = [
-    "DTYPES",
-    "SMALL_BYTES",
-    "WAIT_S",
-    "Ends",
-    "StandaloneContract",
-    "TransportContract",
-    "TransportLife",
-    "any_bits",
-    "assert_arrived",
-    "assert_held",
-    "free_port",
-    "same_bits",
-]
+__all__ = [  # noqa: F405
+    "DTYPES", "SMALL_BYTES", "WAIT_S", "Ends", "StandaloneContract", "TransportContract", "TransportLife", "any_bits",
+    "assert_arrived", "assert_held", "free_port", "same_bits",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -150,7 +150,8 @@ class TransportLife(RuleBasedStateMachine):
         (folder / "first").mkdir()
         self.trained, self.count = Trained(self.make_trainer(folder / "first")), 0
         self.sound: list[dict[str, Tensor]] = []
-        self.other = tx.WeightSender(tx.make_transport("disk", root=folder / "other"), self.trained.engine)
+        (folder / "second").mkdir()
+        self.other = tx.WeightSender(self.make_trainer(folder / "second"), self.trained.engine)
         self._made(self.trained.served)
 
     def teardown(self) -> None:

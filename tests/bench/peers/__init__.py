@@ -1,8 +1,8 @@
 """``python -m tests.bench peers``: our transports beside what a user would choose instead, on one machine.
 
 Four parts: ``bits`` weighs layouts on two steps of a real training run; ``vllm`` and ``sglang`` update one real engine
-of each make in every way, while a client asks it for one token after the other; ``growth`` varies parameters, the share
-that changes, tensors and engines. Whatever fails is a row with its error. ``--out`` writes what
+of each make in every way, while a client asks it for one token after the other; ``growth`` weighs layouts by
+parameters, by the share that changes and by tensors. Whatever fails is a row with its error. ``--out`` writes what
 ``docs/draw_benchmarks.py`` reads.
 """
 
@@ -26,17 +26,15 @@ from typing import Any, Literal
 import torch
 
 import torchrl_ext as tx
-from tests.bench.frame import say
-from tests.bench.peers import growth
-from tests.bench.peers.layouts import Row, weigh
-from tests.bench.peers.site import BACKENDS, Checkpoints, Site, make_checkpoints, serving
+from tests.bench.data import say
+from tests.bench.peers.layouts import Row, grow, weigh
+from tests.bench.peers.site import Checkpoints, Site, Weights, make_checkpoints, serving
 from tests.bench.peers.ways import SLIME_COMMIT, WAYS, Way
 from tests.memory import track_peak
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.cli.bench.runner import seconds
+from torchrl_ext.cli.bench import seconds
 
 PARTS = ("bits", "vllm", "sglang", "growth")
-SERVERS = {"vllm": ("vllm", *BACKENDS), "sglang": ("sglang",)}
 TOKENS = 24
 
 
@@ -69,13 +67,12 @@ def measure(
         checkpoints = make_checkpoints(folder / "model", size, repeats)
         if "bits" in part:
             rows += _guarded({"part": "bits"}, lambda: _bits(checkpoints, repeats))
-        for server in (server for make in part for server in SERVERS.get(make, ())):
+        for server in [make for make in ("vllm", "sglang") if make in part]:
             ways = [way for way in WAYS if way.server == server and only in way.name]
             work = partial(_on_server, server, ways, checkpoints, folder, versions)
             rows += _guarded({"part": "engine", "server": server, "name": server, "ours": False}, work)
         if "growth" in part:
-            rows += _guarded({"part": "growth"}, lambda: growth.engines(size, repeats, folder))
-            rows += _guarded({"part": "growth"}, lambda: growth.layouts(size, repeats))
+            rows += _guarded({"part": "growth"}, lambda: grow(size, repeats))
     document = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]]),
@@ -145,6 +142,12 @@ def _on_server(
                 yield row
 
 
+def copy(weights: Weights, target: Weights) -> None:
+    """Copy every tensor: the reference of an update."""
+    for name, tensor in weights.items():
+        target[name].copy_(tensor)
+
+
 def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
     """Let an engine follow all steps in one way; the first two updates, another model's and a whole one, do not count.
 
@@ -160,7 +163,7 @@ def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
         update(first)
         usual = site.usual_gap()
         for new in rest:
-            spent["copy_s"].append(seconds(lambda new=new: growth.copy(new, target)))
+            spent["copy_s"].append(seconds(lambda new=new: copy(new, target)))
             began = time.perf_counter()
             sent = update(new)
             ended = time.perf_counter()

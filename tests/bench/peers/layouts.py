@@ -19,8 +19,8 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.cli.bench.data import Pair
-from torchrl_ext.cli.bench.delta import OTHERS, OURS, changes, compare
+from tests.bench.data import say
+from torchrl_ext.cli.bench import OTHERS, OURS, Pair, Shapes, changes, compare, model_shapes, synthetic_pair
 from torchrl_ext.data.deltas.table import units
 
 Row = dict[str, Any]
@@ -104,3 +104,31 @@ def weigh(pair: Pair, repeats: int) -> Iterator[Row]:
             "copy_s": spent["copy"],
             "encode_of_copy": spent[name] / spent["copy"],
         }
+
+
+GROWTH: dict[str, dict[str, Any]] = {
+    "full": {
+        "models": [(2, 256, 4000), (4, 512, 8000), (6, 768, 16_000)],
+        "density": [0.001, 0.01, 0.1, 0.5],
+        "elements": 1 << 23,
+        "tensors": [10, 100, 1000, 10_000],
+    },
+    "small": {"models": [(1, 128, 500), (1, 256, 500)], "density": [0.01], "elements": 1 << 18, "tensors": [10]},
+}
+
+
+def grow(size: str, repeats: int) -> Iterator[Row]:
+    """Yield rows of layouts along three axes; where nothing else is said, 1 % of the elements change."""
+    found = GROWTH[size]
+    models = [model_shapes(*model) for model in found["models"]]
+    cases: list[tuple[str, float, Shapes, float]] = [
+        ("parameters", sum(map(math.prod, shapes.values())), shapes, 0.01) for shapes in models
+    ]
+    cases += [("density", density, models[1], density) for density in found["density"]]
+    for count in found["tensors"]:
+        shape = (8, found["elements"] // count // 8)
+        cases.append(("tensors", count, {f"w.{number:05d}": shape for number in range(count)}, 0.01))
+    for axis, at, shapes, density in cases:
+        say(f"growth, {axis} {at}")
+        for row in weigh(synthetic_pair(shapes, density), repeats):
+            yield {"axis": axis, "at": at, **row}

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import shutil
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import torch
 from torch import Tensor
 
 from tests.bench.data import chain_shape, real_chain
 from tests.bench.models import plain_linears
 from torchrl_ext.base.registry import engines
-from torchrl_ext.cli.bench.delta import changes
+from torchrl_ext.cli.bench import changes
 from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.control.serving.server import start
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
@@ -165,28 +162,14 @@ class Site:
             time.sleep(0.005)  # it aborted the request, or is gone
 
 
-WIRE = Path(__file__).with_name("wire")
-BACKENDS = {"vllm nccl": "nccl", "vllm sparse": "sparse_nccl"}
-"""Stock servers of vLLM, with nothing of ours but gloo in the place of NCCL."""
-
-
 @contextmanager
-def serving(name: str, checkpoints: Checkpoints, folder: Path) -> Iterator[Site]:
-    """A server: ``vllm`` or ``sglang`` with our plugin, or one of `BACKENDS`. vLLM keeps linear weights unpacked."""
-    kind = name.partition(" ")[0]
+def serving(kind: str, checkpoints: Checkpoints, folder: Path) -> Iterator[Site]:
+    """A server of ``vllm``, which keeps linear weights unpacked, or of ``sglang``; both with our plugin."""
     settings: dict[str, Any] = settings_for(kind) | {"max_model_len": 256, "dtype": "bfloat16"}
-    settings |= {"start_timeout_s": START_S, "log_path": folder / f"{name}.log"}
-    with plain_linears(), pytest.MonkeyPatch.context() as patch:
-        if kind == "sglang":
-            patch.delenv("VLLM_PLUGINS")
-        if name in BACKENDS:
-            patch.setenv("PYTHONPATH", str(WIRE), prepend=os.pathsep)
-            plugins = f"{os.environ['VLLM_PLUGINS']},gloo_wire"
-            backend = json.dumps({"backend": BACKENDS[name]})
-            settings |= {"plugin": False, "environ": {"VLLM_PLUGINS": plugins}}
-            settings["extra_args"] = ["--weight-transfer-config", backend]
+    settings |= {"start_timeout_s": START_S, "log_path": folder / f"{kind}.log"}
+    with plain_linears() if kind == "vllm" else nullcontext():
         server = start(engines.part(kind, "server")(checkpoints.folder, **settings))
-    scratch = folder / name
+    scratch = folder / kind
     with server:
         site = Site(kind, server.url, checkpoints, scratch)
         try:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,7 @@ from safetensors.torch import save_file
 
 import torchrl_ext as tx
 from tests.bench.peers.site import Site, Weights
-from tests.bench.peers.wire.gloo_wire import Group
 from tests.peers import slime_trainer
-from torchrl_ext.cli.bench.delta import changes
-from torchrl_ext.control.serving.processes import free_port
 
 SLIME_COMMIT = "624b824a8"
 Sent = dict[str, Any]
@@ -122,51 +118,6 @@ def from_tensor(site: Site) -> Iterator[Update]:
 
 
 @contextmanager
-def vllm_wire(site: Site, *, sparse: bool) -> Iterator[Update]:
-    """vLLM's own weight transfer, called as its documentation says: tensor by tensor, dense or as sparse patches."""
-    port, held = free_port(), dict(site.checkpoints.start)
-    init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(site.call, "/init_weight_transfer_engine", {"init_info": init})
-        group = Group("127.0.0.1", port, 0, 2)
-        joined.result()
-
-        def update(weights: Weights) -> Sent:
-            began = time.perf_counter()
-            parts: dict[str, list[torch.Tensor]] = {name: [tensor] for name, tensor in weights.items()}
-            if sparse:
-                found = {name: changes(name, held[name], tensor) for name, tensor in weights.items()}
-                parts = {
-                    name: [torch.from_numpy(where), torch.from_numpy(bits.view("int16")).view(torch.bfloat16)]
-                    for name, (where, bits) in found.items()
-                    if where.size
-                }
-            encoded = time.perf_counter() - began
-            if parts:
-                site.call("/pause", mode="keep")
-                site.call("/start_weight_update")
-                info = {"names": list(parts), "dtype_names": ["bfloat16"] * len(parts)}
-                info["shapes"] = [list(weights[name].shape) for name in parts]
-                if sparse:
-                    info["num_updates_list"] = [where.numel() for where, _ in parts.values()]
-                called = pool.submit(site.call, "/update_weights", {"update_info": info})
-                for part in parts.values():
-                    for tensor in part:
-                        group.broadcast(tensor)
-                called.result()
-                site.call("/finish_weight_update", {})
-                site.call("/reset_prefix_cache")
-                site.call("/resume")
-            held.update(weights)
-            return {"bytes": sum(t.nbytes for part in parts.values() for t in part), "encode_s": encoded}
-
-        try:
-            yield update
-        finally:
-            group.destroy()
-
-
-@contextmanager
 def slime(site: Site, encoding: str) -> Iterator[Update]:
     """slime's own writer of deltas and its own reader, both unchanged, in a process of their own."""
     if "TORCHRL_EXT_SLIME" not in os.environ:
@@ -233,7 +184,4 @@ WAYS = [
     Way("update_weights_from_tensor by hand", "sglang", from_tensor),
     Way("slime, xor", "sglang", partial(slime, encoding="xor")),
     Way("slime, overwrite", "sglang", partial(slime, encoding="overwrite")),
-    Way("native", "vllm nccl", partial(ours, transport="native", make="vllm", backend="gloo"), ours=True),
-    Way("vLLM weight transfer, tensor by tensor", "vllm nccl", partial(vllm_wire, sparse=False)),
-    Way("vLLM sparse patches", "vllm sparse", partial(vllm_wire, sparse=True)),
 ]

@@ -14,7 +14,7 @@ from tests.hostile import refused_or_right, worse_bytes
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.cli.bench.data import synthetic_pair
+from torchrl_ext.cli.bench import synthetic_pair
 from torchrl_ext.data.deltas.blocks import KINDS, decode_block, encode_block
 from torchrl_ext.data.deltas.streams import Found
 from torchrl_ext.data.deltas.table import ParamTable, unit_of, units

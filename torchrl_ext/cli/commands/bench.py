@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from torchrl_ext.cli.bench.runner import figures
 from torchrl_ext.cli.frame import answer, table
 
 __all__ = ["app"]
@@ -27,9 +26,9 @@ def transport(size: Size = "full", repeats: Repeats = 7) -> int:
 
     Example: `torchrl-ext bench transport --size small`
     """
-    from torchrl_ext.cli.bench.transport import measure
+    from torchrl_ext.cli.bench import measure_transports
 
-    return _shown(measure(size, repeats))
+    return _shown(measure_transports(size, repeats))
 
 
 @app.command()
@@ -44,12 +43,14 @@ def delta(
 
     Example: `torchrl-ext bench delta --density 0.01 --density 0.03`
     """
-    from torchrl_ext.cli.bench.delta import measure
+    from torchrl_ext.cli.bench import measure_encodings
 
-    return _shown(measure(size, density, repeats))
+    return _shown(measure_encodings(size, density, repeats))
 
 
 def _shown(results: dict[str, Any]) -> int:
+    from torchrl_ext.cli.bench import figures
+
     shown = table("figure", "value")
     for name, figure in figures(results):
         shown.add_row(name, figure)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 _MAX_TOKENS = 24
-_TENSOR_PARALLEL = "tensor_parallel_size"
 
 app = typer.Typer()
 
@@ -55,16 +54,27 @@ def demo(
     * `torchrl-ext demo --transport sharded --engine vllm --tp 2`
     * `torchrl-ext demo --model policy --engines 127.0.0.1:8000 127.0.0.1:8001`
     """
+    from torchrl_ext.base.registry import engines as makes
     from torchrl_ext.base.registry import transports
 
-    _check(transport, engine, engines, tp, root)
     began = time.perf_counter()
+    known = inspect.signature(transports.load(transport)).parameters
+    sizes = {"tensor_parallel_size": tp} if tp > 1 else {}
+    if not engines and not sizes.keys() <= {*makes.part(engine, "server").settings()}:
+        raise ConfigError(f"--tp is {tp}, and several workers never share a model of the {engine} engine")
+    if transport == "memory" or (transport == "native" and not engines):
+        raise ConfigError(
+            f"transport {transport!r} does not reach an engine of our plugin in another process",
+            hint="name stock engines with --engines, or another transport",
+        )
+    if root is not None and "root" not in known:
+        raise ConfigError(f"transport {transport!r} uses no directory", hint="leave --root out")
     with Interrupts() as interrupts, contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-demo-")))
         if engines:
             infos, transport, model_dir = _running(engines, transport, model)
         else:
-            infos, model_dir = _started(engine, model, seed, tp, folder, stack)
+            infos, model_dir = _started(engine, model, seed, sizes, folder, stack)
         check_engines(infos, transport)
         known = inspect.signature(transports.load(transport)).parameters
         settings = {"root": root or str(folder / "updates"), "make": infos[0].kind}
@@ -76,31 +86,6 @@ def demo(
         outcome = _train(infos, interrupts, transports.make(transport, **settings), model_dir, steps, seed)
     outcome |= {"transport": transport, "tp": tp, "steps": steps, "seed": seed}
     return answer({**outcome, "seconds": time.perf_counter() - began}, status=0 if outcome["verified"] else 1)
-
-
-def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int, root: str | None) -> None:
-    from torchrl_ext.base.registry import engines, transports
-
-    known = inspect.signature(transports.load(transport)).parameters
-    if root is not None and "root" not in known:
-        raise ConfigError(f"transport {transport!r} uses no directory", hint="leave --root out")
-    if transport == "memory":
-        raise ConfigError(
-            "transport 'memory' works within one process, but the demo's engine runs in another",
-            expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory', 'native'}))}",
-        )
-    if transport == "native" and not running:
-        raise ConfigError(
-            "transport 'native' needs a stock vLLM or SGLang, and the demo starts engines with our plugin",
-            hint="name running engines with --engines",
-        )
-    if running and tp > 1:
-        raise ConfigError("--tp is for an engine that the demo starts", hint="leave --tp or --engines out")
-    if not running and _TENSOR_PARALLEL not in engines.part(engine, "server").settings() and tp > 1:
-        raise ConfigError(
-            f"--tp is {tp}, and several workers never share a model of the {engine} engine",
-            expected="1, or --engine vllm or sglang",
-        )
 
 
 def _running(addresses: Sequence[str], transport: str, model: str | None) -> tuple[list[EngineInfo], str, str]:
@@ -126,7 +111,7 @@ def _running(addresses: Sequence[str], transport: str, model: str | None) -> tup
 
 
 def _started(
-    engine: str, model: str | None, seed: int, tp: int, folder: Path, stack: contextlib.ExitStack
+    engine: str, model: str | None, seed: int, sizes: Info, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[list[EngineInfo], str]:
     """Start an engine that ends with ``stack``; return its description, and the checkpoint that it started from."""
     from torchrl_ext.base.registry import engines
@@ -137,7 +122,7 @@ def _started(
 
     make, model_dir = engines.part(engine, "server"), model or str(make_tiny_lm(folder / "model", seed=seed))
     wanted: Info = {"dtype": "float32", "threads": None if model else 1, "log_path": folder / "engine.log"}
-    wanted = {name: value for name, value in {**wanted, _TENSOR_PARALLEL: tp}.items() if name in make.settings()}
+    wanted = {name: value for name, value in {**wanted, **sizes}.items() if name in make.settings()}
     note(f"starting the {engine} engine")
     server = stack.enter_context(start(make(model_dir, **wanted, **settings_for(engine))))
     return discover(server.url), model_dir
@@ -163,8 +148,7 @@ def _train(
         note("preparing the model")
         trainer = Trainer(model_dir, seed=seed)
         verify: bool | str = "outputs" if any(info.stock for info in infos) else True
-        sender = tx.WeightSender(transport, tx.connect(*urls), verify=verify)
-        stack.callback(sender.shutdown)
+        sender = stack.enter_context(tx.WeightSender(transport, tx.connect(*urls), verify=verify))
         sender.register_model(trainer.model)
         client = stack.enter_context(contextlib.closing(tx.InferenceClient(urls, kind=kinds)))
         policy = tx.RemoteLLMPolicy(
@@ -199,7 +183,7 @@ def _train(
         note("comparing the engine with the trainer")
         found = {
             "on_policy": fresh.seen > 0 and fresh.stale == 0,
-            "weights_equal": syncs[-1].verified and _same_weights(trainer.model, urls),
+            "weights_equal": syncs[-1].verified and all(_same_weights(trainer.model, url) for url in urls),
             "greedy_equal": all(_same_greedy(trainer.model, trainer.task.prompts, info) for info in infos),
         }
     verified = all(found.values()) and all(report.verified for report in syncs)
@@ -219,22 +203,15 @@ def _train(
     }
 
 
-def _same_weights(model: Any, urls: Sequence[str]) -> bool:
-    """Return whether no engine that reports digests of its live weights (``/weights_digest``) differs from ``model``.
-
-    For the other engines a report's ``verified`` says the same of the last version.
-    """
+def _same_weights(model: Any, url: str) -> bool:
+    """Return whether an engine's own digests (``/weights_digest``) are the model's; others' reports say it alone."""
     from torchrl_ext.control.http import HTTPSession
     from torchrl_ext.data.weights.derived import as_source
     from torchrl_ext.data.weights.digests import digests_of
 
-    own = {name: one.hex() for name, one in digests_of(as_source(model)).items()}
-    for url in urls:
-        answer = HTTPSession(url).call("GET", "/weights_digest")
-        held = answer.json()["digests"] if answer.ok else own
-        if any(held.get(name) != digest for name, digest in own.items()):
-            return False  # its other names are second names of tied tensors, and buffers that no checkpoint has
-    return True
+    said = HTTPSession(url).call("GET", "/weights_digest")
+    held = said.json()["digests"] if said.ok else None  # more names than here: second ones of tied tensors, and buffers
+    return held is None or all(held.get(name) == one.hex() for name, one in digests_of(as_source(model)).items())
 
 
 def _same_greedy(model: Any, prompts: Sequence[Sequence[int]], engine: EngineInfo) -> bool:

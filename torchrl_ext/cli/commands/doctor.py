@@ -17,7 +17,7 @@ from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.cli.frame import APIKey, answer
 
 if TYPE_CHECKING:
-    from torchrl_ext.cli.examination import Examined, Finding
+    from torchrl_ext.cli.examination import Finding
 
 __all__ = ["app"]
 
@@ -38,7 +38,6 @@ def doctor(
         bool,
         typer.Option("--rehearse", help="Pause engines with their first weights, and show that a load reaches all."),
     ] = False,
-    problems: Annotated[bool, typer.Option("--problems", help="Show only failures and warnings.")] = False,
     api_key: APIKey = None,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each engine's discovery, in seconds.")] = 10.0,
 ) -> int:
@@ -53,8 +52,7 @@ def doctor(
     * `torchrl-ext doctor host1:8000 --update-weight-mode delta --update-weight-disk-dir /shared`
     """
     from torchrl_ext.base.messages import Inspect
-    from torchrl_ext.cli.examination import Trainer, compare, dtypes_of, examine, failed, failure, ok, probe
-    from torchrl_ext.cli.examination import rehearse as rehearsed
+    from torchrl_ext.cli import examination as of
 
     own: list[Finding] = []
     job = _job(engines or [])
@@ -62,51 +60,49 @@ def doctor(
     try:
         chosen = _chosen(job, addresses, api_key, timeout_s)
     except ConfigError as error:
-        own.append(failed("options", error))
+        own.append(of.failed("options", error))
     else:
         if chosen is not None:
             transport, root = transport or chosen[0], root or chosen[1]
-            own.append(ok("options", f"the options give transport {chosen[0]!r}"))
+            own.append(of.ok("options", f"the options give transport {chosen[0]!r}"))
     dtypes: Sequence[str] = ()
     if model is not None:
         try:
-            dtypes = dtypes_of(model)
-            own.append(ok("model", f"{model} holds {', '.join(dtypes)}"))
+            dtypes = of.dtypes_of(model)
+            own.append(of.ok("model", f"{model} holds {', '.join(dtypes)}"))
         except WeightSyncError as error:
-            own.append(failed("model", error))
+            own.append(of.failed("model", error))
     if not (addresses or own):
         raise ConfigError("there is nothing to examine", expected="addresses of engines", hint="torchrl-ext doctor URL")
-    known: list[tuple[str, list[Finding], Examined | None]] = []
     with ExitStack() as ends:
         question = Inspect()
         if root is not None and addresses:
             try:
-                question = Inspect(root=probe(root, ends))
-                own.append(ok("shared root", f"the trainer can write to {root}"))
+                question = Inspect(root=of.probe(root, ends))
+                own.append(of.ok("shared root", f"the trainer can write to {root}"))
             except (WeightSyncError, OSError) as error:
                 remedy = "pick another root, or change its permissions"
-                own.append(failure("shared root", str(error), "a root that the trainer can write to", remedy))
-        trainer = Trainer(transport, root, model, dtypes, question, api_key, timeout_s)
-        if addresses:
-            with ThreadPoolExecutor(min(64, len(addresses))) as pool:
-                every = pool.map(partial(examine, trainer), addresses)
-                known = [(address, *found) for address, found in zip(addresses, every, strict=True)]
+                own.append(of.failure("shared root", str(error), "a root that the trainer can write to", remedy))
+        trainer = of.Trainer(transport, root, model, dtypes, question, api_key, timeout_s)
+        with ThreadPoolExecutor(min(64, len(addresses)) or 1) as pool:
+            every = list(pool.map(partial(of.examine, trainer), addresses))
     findings = [replace(finding, where="trainer") for finding in own]
-    for address, found, engine in known:
-        more = rehearsed(engine) if rehearse and engine is not None else ()
+    for address, (found, engine) in zip(addresses, every, strict=True):
+        more = of.rehearse(engine) if rehearse and engine is not None else ()
         findings += [replace(finding, where=address) for finding in (*found, *more)]
-    findings += [replace(finding, where="fleet") for finding in compare(known)]
+    known = [(address, engine) for address, (_, engine) in zip(addresses, every, strict=True)]
+    findings += [replace(finding, where="fleet") for finding in of.compare(known)]
     failures, warnings = (sum(finding.level == level for finding in findings) for level in ("failure", "warning"))
     document = {
         "ok": not failures,
-        "engines": [asdict(engine.info) for _, _, engine in known if engine is not None],
+        "engines": [asdict(engine.info) for _, engine in known if engine is not None],
         "findings": [asdict(finding) for finding in findings],
     }
     verdict = Text(f"an update would fail: {failures} failure(s)", "bold red")
     if not failures:
         verdict = Text("no problem found: an update should succeed", "green")
-    shown = [_shown(finding) for finding in findings if finding.level != "ok" or not problems]
-    return answer(document, *shown, verdict.append(f", {warnings} warning(s)"), status=1 if failures else 0)
+    verdict.append(f", {warnings} warning(s)")
+    return answer(document, *map(_shown, findings), verdict, status=1 if failures else 0)
 
 
 class _Parser(argparse.ArgumentParser):

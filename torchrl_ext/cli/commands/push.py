@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -21,7 +21,6 @@ from torchrl_ext.cli.frame import APIKey, answer, fail, note, progress, table
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchrl_ext.base.reports import SyncReport
     from torchrl_ext.base.types import EngineInfo, Info
     from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
@@ -91,41 +90,33 @@ def push(
         cast = dtype_from_name(dtype) if dtype else None
     except ManifestError as unknown:
         raise ConfigError(unknown.what) from None
+    error: UpdateError | None = None
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(_read(directory))
         found = tx.discover(*engines, api_key=api_key)
         check_engines(found, transport)
         settings = _settings(transport, found, given, stack)
         end = tx.make_transport(transport, timeout_s=timeout_s, **settings)
-        stack.callback(end.shutdown)
         fleet = tx.connect(*engines, api_key=api_key, load_timeout_s=timeout_s)
-        stack.callback(fleet.close)
         note(f"{directory} to {len(found)} engine(s) by {transport}")
         try:
-            report, error = tx.WeightSender(end, fleet, dtype=cast).update_weights(source), None
+            report = stack.enter_context(tx.WeightSender(end, fleet, dtype=cast)).update_weights(source)
         except UpdateError as failure:
             report, error = failure.report, failure
     document = {"pushed": error is None, "directory": directory, "report": report.to_json()}
     rows = table("engine", "kind", "state", "version", "pause", "")
     for row in report.engines:
-        colour = "green" if row.state == "serving" and row.error is None else "red"
+        state = Text(row.state, "green" if row.state == "serving" and row.error is None else "red")
         version = "" if row.version is None else str(row.version)
-        cells = (row.engine, row.kind, Text(row.state, colour), version, f"{1e3 * row.pause_s:.0f} ms")
-        rows.add_row(*cells, row.error or "")
-    if error is None:
-        return answer(document, rows, *_summary(report))
-    return fail(error, rows, **document)
-
-
-def _summary(report: SyncReport) -> Iterator[str]:
-    share = f" of {report.model_bytes:,}" if report.bytes != report.model_bytes else ""
+        rows.add_row(row.engine, row.kind, state, version, f"{1e3 * row.pause_s:.0f} ms", row.error or "")
+    if error is not None:
+        return fail(error, rows, **document)
     proof = f", proved: {report.proof}" if report.verified else ""
-    yield f"version {report.version}: {report.bytes:,}{share} bytes in {report.spans['total']:.2f} s{proof}"
-    if report.encoding:
-        yield f"coded as {report.encoding}"
+    said = f"{report.bytes:,} of {report.model_bytes:,} bytes {report.encoding or ''}".rstrip()
+    return answer(document, rows, f"version {report.version}: {said} in {report.spans['total']:.2f} s{proof}")
 
 
-def check_engines(found: list[EngineInfo], transport: str) -> None:
+def check_engines(found: Sequence[EngineInfo], transport: str) -> None:
     """Raise ConfigError if an engine cannot follow by ``transport``."""
     for info in found:
         if transport not in info.transports:
@@ -139,13 +130,13 @@ def check_engines(found: list[EngineInfo], transport: str) -> None:
         raise ConfigError(f"engines of {' and '.join(kinds)} share no broadcast of their own", expected="one make")
 
 
-def _settings(transport: str, found: list[EngineInfo], given: Info, stack: contextlib.ExitStack) -> Info:
+def _settings(transport: str, found: Sequence[EngineInfo], given: Info, stack: contextlib.ExitStack) -> Info:
     """Return the transport's settings; what it writes is removed when ``stack`` closes, unless files are kept."""
     from torchrl_ext.base.types import is_loopback
 
     if transport in ("collective", "native"):
         make = {"make": found[0].kind} if transport == "native" else {}
-        return {"master_address": _own_address([info.url for info in found]), **make, **given}
+        return {"master_address": _own_address(found[0].url), **make, **given}
     if "root" in given:  # a directory of its own, since others may have published versions under the same root
         place = f"{given['root'].rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
         if not given.get("keep_files"):
@@ -200,14 +191,13 @@ def _read(directory: str) -> Iterator[CheckpointSource]:
         yield source
 
 
-def _own_address(urls: list[str]) -> str:
-    """Return this machine's address towards the first engine whose address can be looked up; else 127.0.0.1."""
-    for url in urls:
-        with contextlib.suppress(OSError):
-            parts = urlsplit(url)
-            found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-            family, kind, protocol, _, target = found[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # a datagram socket sends nothing yet
-                return str(probe.getsockname()[0])
+def _own_address(url: str) -> str:
+    """Return this machine's address towards an engine; 127.0.0.1 where the engine's cannot be looked up."""
+    parts = urlsplit(url)
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket sends nothing yet
+            return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -1,1 +1,0 @@
-"""Measurements, each beside a reference in the same run."""
