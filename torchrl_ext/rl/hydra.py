@@ -1,9 +1,11 @@
-"""Hydra config groups by transport name, beside TorchRL's own::
+"""Hydra config groups by transport name, beside TorchRL's own.
 
-torchrl_ext.rl.hydra.register()  # in the script that has @hydra.main
+In the script that has ``@hydra.main``, `register` adds them, and then the command line names them::
 
-trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
-trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
+    trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
+    trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
+
+Settings that do not fit each other are refused when the object is made; a config opens nothing.
 """
 
 from __future__ import annotations
