@@ -72,7 +72,7 @@ def command_lines(name):
     root = typer.main.get_command(app_of(name))
     commands = {name: root}
     if hasattr(root, "commands"):
-        commands = {f"{name} {action}": command for action, command in root.commands.items() if not command.hidden}
+        commands = {f"{name} {action}": command for action, command in root.commands.items()}
     for title, command in commands.items():
         context = typer.Context(command, info_name=title)
         usage = re.sub(r"[{}]", "", " ".join(command.collect_usage_pieces(context)))

@@ -19,7 +19,6 @@ GROUPS = {
 LONGEST = (
     "short deadlines",
     "cli/test_demo.py",
-    "bench/test_bench.py",
     "sync/test_turns.py",
     "Ray",
     "data/sharded/test_sharded.py",

@@ -13,7 +13,7 @@ A comment before a block says how it runs:
 ``<!-- as in MODULE: NAME -->``
     It shows our own source, and is compared with that.
 
-No plugin of pytest does this: those that exist (sybil, pytest-markdown-docs) run blocks in the process that collects
+No plugin of pytest does this: sybil and pytest-markdown-docs run blocks in the process that collects
 them, and know neither other addresses, nor blocks that await, nor a page on several ranks or on engines of a fixture.
 """
 
@@ -124,16 +124,16 @@ def run(page, urls, folder, *, plain=True, needing=False):
 
 def _execute(source, page, space, loop):
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    told = _RAISES.search(source)
+    expected = _RAISES.search(source)
     try:
         found = eval(code, space)
         if found is not None:  # the block awaits
             loop.run_until_complete(found)
     except Exception as error:
-        if told is None or type(error).__name__ != told["name"] or not str(error).startswith(told["words"]):
+        if expected is None or type(error).__name__ != expected["name"] or not str(error).startswith(expected["words"]):
             raise
     else:
-        assert told is None, f"the block did not raise {told['name']}"
+        assert expected is None, f"the block did not raise {expected['name']}"
 
 
 # what pages presuppose

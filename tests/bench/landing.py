@@ -1,6 +1,6 @@
 """``python -m tests.bench landing``: what a pause costs, when a delta lands and when everything does.
 
-The commit is timed alone, in vLLM's own model class without a server (`vllm_landing`), beside a scatter of the same
+Only the commit is timed, in vLLM's own model class without a server (`vllm_landing`), beside a scatter of the same
 values that checks nothing, a full reload, and vLLM's own `load_checkpoint_weight_patches`.
 """
 

@@ -32,18 +32,18 @@ def server(tmp_path_factory):
 
 
 def test_the_demo_learns_and_proves_that_the_engine_followed():
-    told, words = demonstrated("--steps", "4")
-    assert told["verified"] and told["weights_equal"] and told["greedy_equal"] and told["on_policy"]
-    assert (told["transport"], told["engine"]) == ("collective", "embedded")
-    assert [report["version"] for report in told["syncs"]] == list(range(1, 6))
-    assert all(report["verified"] and report["engines"][0]["state"] == "serving" for report in told["syncs"])
-    assert told["rewards"][-1] > 2 * told["rewards"][0]
+    document, words = demonstrated("--steps", "4")
+    assert document["verified"] and document["weights_equal"] and document["greedy_equal"] and document["on_policy"]
+    assert (document["transport"], document["engine"]) == ("collective", "embedded")
+    assert [report["version"] for report in document["syncs"]] == list(range(1, 6))
+    assert all(report["verified"] and report["engines"][0]["state"] == "serving" for report in document["syncs"])
+    assert document["rewards"][-1] > 2 * document["rewards"][0]
     assert "bit-equal" in words and "step 1" in words
 
 
 def test_the_demo_follows_by_disk_with_engines_that_run_already(server):
-    told, _ = demonstrated("--transport", "disk", "--engines", server.url, "--steps", "1")
-    assert told["verified"] and told["transport"] == "disk" and told["engines"] == [server.url]
+    document, _ = demonstrated("--transport", "disk", "--engines", server.url, "--steps", "1")
+    assert document["verified"] and document["transport"] == "disk" and document["engines"] == [server.url]
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "2", "paused": False}
 
 

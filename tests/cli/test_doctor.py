@@ -39,27 +39,30 @@ def engine(checkpoint):
 
 def examined(capsys, *argv, status=None):
     found = main(["doctor", *map(str, argv), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] == ("failure" not in {row["level"] for row in told["findings"]}) and found == 1 - told["ok"]
-    assert status in (None, found), told
-    return told
+    document = json.loads(capsys.readouterr().out)
+    assert (
+        document["ok"] == ("failure" not in {row["level"] for row in document["findings"]})
+        and found == 1 - document["ok"]
+    )
+    assert status in (None, found), document
+    return document
 
 
-def finding(told, check, level=None, where=None):
-    rows = [row for row in told["findings"] if row["check"] == check]
+def finding(document, check, level=None, where=None):
+    rows = [row for row in document["findings"] if row["check"] == check]
     rows = [row for row in rows if where in (None, row["where"]) and level in (None, row["level"])]
-    assert len(rows) == 1, (check, told["findings"])
+    assert len(rows) == 1, (check, document["findings"])
     return rows[0]
 
 
 def test_a_healthy_engine_with_a_shared_root_has_nothing_wrong(engine, checkpoint, tmp_path, capsys):
     root = tmp_path / "root"
-    told = examined(capsys, engine.url, "--root", root, "--transport", "delta", "--model", checkpoint, status=0)
-    assert {row["level"] for row in told["findings"]} == {"ok"}
+    document = examined(capsys, engine.url, "--root", root, "--transport", "delta", "--model", checkpoint, status=0)
+    assert {row["level"] for row in document["findings"]} == {"ok"}
     wanted = {"reachable", "routes", "plugin", "versions", "shared root", "model", "group"}
-    assert wanted <= {row["check"] for row in told["findings"]}
-    assert f"reads {root}" in finding(told, "shared root", where=engine.url)["found"]
-    assert told["engines"][0]["url"] == engine.url
+    assert wanted <= {row["check"] for row in document["findings"]}
+    assert f"reads {root}" in finding(document, "shared root", where=engine.url)["found"]
+    assert document["engines"][0]["url"] == engine.url
     assert not root.exists()  # as it was before
 
 
@@ -88,12 +91,12 @@ def test_doctor_warns_of_an_engine_that_is_paused_or_given_twice(engine, tmp_pat
     session.post("/pause", query={"mode": "keep"})
     flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path]
     other = engine.url.replace("127.0.0.1", "localhost")
-    told = examined(capsys, *flags, "--rollout-external-engine-addrs", engine.url, other, status=1)
+    document = examined(capsys, *flags, "--rollout-external-engine-addrs", engine.url, other, status=1)
     session.post("/resume")
-    finding(told, "paused", "warning", engine.url)
-    assert "the same engine" in finding(told, "addresses", "failure", "fleet")["found"]
-    assert "transport 'disk'" in finding(told, "options")["found"]
-    finding(told, "shared root", "ok", engine.url)
+    finding(document, "paused", "warning", engine.url)
+    assert "the same engine" in finding(document, "addresses", "failure", "fleet")["found"]
+    assert "transport 'disk'" in finding(document, "options")["found"]
+    finding(document, "shared root", "ok", engine.url)
     assert "[::1]:8000" in finding(examined(capsys, "::1:8000", status=1), "address")["remedy"]
 
 
@@ -128,8 +131,8 @@ CLOSED = {**UNSEEN, "remedy": "name it in TORCHRL_EXT_ROOTS where the engine is 
 )
 def test_what_is_wrong_with_a_server_is_named_with_the_remedy(answers, check, level, word, tmp_path, capsys):
     with running(**answers) as server:
-        told = examined(capsys, server.url, "--root", tmp_path, "--transport", "delta")
-    assert word in str(finding(told, check, level, server.url))
+        document = examined(capsys, server.url, "--root", tmp_path, "--transport", "delta")
+    assert word in str(finding(document, check, level, server.url))
 
 
 def test_a_router_is_recognised_and_named_as_none_to_talk_to(capsys):
@@ -162,10 +165,10 @@ def test_doctor_shows_transports_of_an_engine_without_the_plugin(info, follows, 
 def test_doctor_finds_a_checkpoint_of_another_model_or_dtype(checkpoint, tmp_path, capsys):
     other = tiny_checkpoint(tmp_path / "other", hidden_size=64)
     with running(get_server_info=(200, EMBEDDED | {"model": str(other), "dtype": "bfloat16"})) as server:
-        told = examined(capsys, server.url, "--model", checkpoint, status=1)
-        row = finding(told, "model", "failure")
+        document = examined(capsys, server.url, "--model", checkpoint, status=1)
+        row = finding(document, "model", "failure")
         assert "hidden_size 64" in row["found"] and "hidden_size 128" in row["expected"]
-        row = finding(told, "dtype", "failure")
+        row = finding(document, "dtype", "failure")
         assert "bfloat16" in row["found"] and "float32" in row["expected"]
         assert "dtype=torch.bfloat16" in row["remedy"] and "--dtype bfloat16" in row["remedy"]
     half = tiny_checkpoint(tmp_path / "half", dtype=torch.bfloat16)
@@ -176,8 +179,8 @@ def test_doctor_finds_a_checkpoint_of_another_model_or_dtype(checkpoint, tmp_pat
 
 def test_doctor_fails_in_time_for_a_silent_or_absent_server(capsys):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        told = examined(capsys, f"127.0.0.1:{silent.getsockname()[1]}", "--timeout-s", "0.5", status=1)
-        assert re.search(r"within 0\.\d+ s", finding(told, "reachable")["found"])  # what was left of it by then
+        document = examined(capsys, f"127.0.0.1:{silent.getsockname()[1]}", "--timeout-s", "0.5", status=1)
+        assert re.search(r"within 0\.\d+ s", finding(document, "reachable")["found"])  # what was left of it by then
         free = silent.getsockname()[1]
     assert finding(examined(capsys, f"127.0.0.1:{free}", status=1), "reachable")["level"] == "failure"
 
@@ -199,12 +202,12 @@ def test_job_options_pick_the_transport_of_plain_engines(capsys):
     full = ("--update-weight-mode", "full")
     with running(get_server_info=(200, SGLANG)) as server:
         server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
-        told = examined(capsys, server.url, *full, status=1)  # this server answers no OPTIONS
-        assert "transport 'native'" in finding(told, "options")["found"]
-        assert finding(told, "plugin")["level"] == "warning"
+        document = examined(capsys, server.url, *full, status=1)  # this server answers no OPTIONS
+        assert "transport 'native'" in finding(document, "options")["found"]
+        assert finding(document, "plugin")["level"] == "warning"
         with running(get_server_info=(200, {"vllm_config": BARE})) as other:
-            told = examined(capsys, server.url, other.url, *full, status=1)
-        assert "no broadcast of its own" in finding(told, "options", "failure")["found"]
+            document = examined(capsys, server.url, other.url, *full, status=1)
+        assert "no broadcast of its own" in finding(document, "options", "failure")["found"]
 
 
 def test_a_person_gets_lines_that_are_never_cut(engine, tmp_path, capsys):

@@ -29,13 +29,13 @@ def root(tmp_path):
 def test_help_imports_no_torch_and_has_examples():
     """Help of every command imports no torch, has an example and shows no Python value."""
     lines = [[], *([name] for name in COMMANDS), *ACTIONS]
-    told = python(
+    document = python(
         "import json, sys\nfrom torchrl_ext.cli.main import main\n"
         f"for line in {lines!r}:\n    print('help of', *line)\n    assert main([*line, '--help']) == 0\n"
         "    assert 'torch' not in sys.modules, line",
         fresh=True,
     )
-    program, *pages = told.removeprefix("help of").split("help of")
+    program, *pages = document.removeprefix("help of").split("help of")
     assert all(name in program for name in COMMANDS)
     for page, line in zip(pages, lines[1:], strict=True):
         assert "--json" in page and "None)" not in page and ("Example" in page or line in (["chain"], ["bench"]))
@@ -68,8 +68,8 @@ def test_every_failure_is_one_line_and_one_document(line, status, kind, root, tm
     line = line.replace("CHECKPOINT", f"{root}/weight_v000001").replace("ROOT", root).replace("FILE", "file")
     assert main(["--json", *line.split()]) == status
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["type"] == kind and told["error"] in err and err.count("\n") == 1
+    document = json.loads(out)
+    assert document["type"] == kind and document["error"] in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt, 130), (MemoryError, None)])
@@ -90,12 +90,16 @@ def test_discover_goes_on_past_addresses_where_no_engine_answers(capsys, monkeyp
     dead = f"http://127.0.0.1:{free_port()}"
     with FakeEngine("stock-vllm") as first, FakeEngine("stock-sglang") as second:
         assert main(["discover", first.url, dead, second.url, "--json"]) == 3
-        told = json.loads(capsys.readouterr().out)
-        assert [row["url"] for row in told["engines"]] == [first.url, second.url] and [*told["errors"]] == [dead]
+        document = json.loads(capsys.readouterr().out)
+        assert [row["url"] for row in document["engines"]] == [first.url, second.url] and [*document["errors"]] == [
+            dead
+        ]
         monkeypatch.setenv("COLUMNS", "80")
         assert main(["discover", first.url, dead]) == 3
         (row,) = [line for line in capsys.readouterr().out.splitlines() if dead in line and "none" in line]
-        assert len(row) > 80 and row.partition(" none ")[2].strip() in told["errors"][dead]  # a pipe's lines are whole
+        assert (
+            len(row) > 80 and row.partition(" none ")[2].strip() in document["errors"][dead]
+        )  # a pipe's lines are whole
         assert main(["discover", first.url, second.url]) == 0
 
 

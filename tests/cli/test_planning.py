@@ -70,6 +70,6 @@ def test_plan_prints_the_row_that_applies(capsys):
     page = capsys.readouterr().out
     assert "rejected" in page and "--update-weight-mode delta" in page and GOALS["heavy"].goal in page
     assert main([*argv, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["transport"] == "delta" and told["facts"]["group"] is False
-    assert "share no device" in told["rejected"]["ipc"] and "possible" in told["rejected"]["disk"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["transport"] == "delta" and document["facts"]["group"] is False
+    assert "share no device" in document["rejected"]["ipc"] and "possible" in document["rejected"]["disk"]

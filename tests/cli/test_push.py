@@ -73,14 +73,14 @@ def holds(engine, directory):
 def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start, other, capsys):
     extra = ["--base", start] if transport == "delta" else []
     before = pushed(capsys, start, engines)["report"]["version"]
-    told = pushed(capsys, other, engines, "--transport", transport, *extra)
+    document = pushed(capsys, other, engines, "--transport", transport, *extra)
     assert (
-        told["pushed"]
-        and told["report"]["version"] == before + 1
-        and told["report"]["verified"]
-        and told["report"]["transport"] == transport
+        document["pushed"]
+        and document["report"]["version"] == before + 1
+        and document["report"]["verified"]
+        and document["report"]["transport"] == transport
     )
-    assert [row["state"] for row in told["report"]["engines"]] == ["serving", "serving"]
+    assert [row["state"] for row in document["report"]["engines"]] == ["serving", "serving"]
     for engine in engines:
         assert holds(engine, other)
     assert says(engines[0], 8) == greedy(tiny_model(1), PROMPT, 8)
@@ -101,20 +101,20 @@ def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_pa
         weights = load_file(source / "model.safetensors")
         weights["model.norm.weight"][:3] += 1.0
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    told = pushed(capsys, step, [fresh], "--transport", "delta")["report"]
-    assert 0 < told["density"] < 1e-4 and told["bytes"] < told["model_bytes"] / 50
-    assert holds(fresh, step) and told["encoding"] == "ulp"
-    told = pushed(capsys, second, [fresh], "--transport", "delta", "--base", step, "--encoding", "deltas")["report"]
-    assert told["density"] < 1e-4 and holds(fresh, second) and told["encoding"] == "deltas"
+    document = pushed(capsys, step, [fresh], "--transport", "delta")["report"]
+    assert 0 < document["density"] < 1e-4 and document["bytes"] < document["model_bytes"] / 50
+    assert holds(fresh, step) and document["encoding"] == "ulp"
+    document = pushed(capsys, second, [fresh], "--transport", "delta", "--base", step, "--encoding", "deltas")["report"]
+    assert document["density"] < 1e-4 and holds(fresh, second) and document["encoding"] == "deltas"
 
 
 def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, other, tmp_path, capsys):
     """Another model, or a delta against another base, is refused, and the engine serves its weights on."""
     strange, before = tiny_checkpoint(tmp_path / "strange", hidden_size=64), says(fresh)
-    told = pushed(capsys, strange, [fresh], status=3)
-    assert told["type"] == "UpdateError" and "lm_head.weight" in told["error"] and not told["pushed"]
+    document = pushed(capsys, strange, [fresh], status=3)
+    assert document["type"] == "UpdateError" and "lm_head.weight" in document["error"] and not document["pushed"]
     stale = pushed(capsys, start, [fresh], "--transport", "delta", "--base", other, status=3)
-    for found in (told, stale):
+    for found in (document, stale):
         (row,) = found["report"]["engines"]
         assert row["state"] == "serving" and row["pause_s"] == 0
     assert says(fresh) == before and holds(fresh, start)
@@ -141,8 +141,8 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
 def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
     """vLLM and SGLang together are refused before an engine joins a broadcast group."""
     with FakeEngine("stock-vllm") as vllm, FakeEngine("stock-sglang") as sglang:
-        told = pushed(capsys, start, [sglang, vllm], "--transport", "native", "--timeout-s", "5", status=2)
-        assert told["type"] == "ConfigError" and "sglang and vllm share no broadcast" in told["error"]
+        document = pushed(capsys, start, [sglang, vllm], "--transport", "native", "--timeout-s", "5", status=2)
+        assert document["type"] == "ConfigError" and "sglang and vllm share no broadcast" in document["error"]
         assert not any("init_weight" in route for route in (*vllm.counts, *sglang.counts))
 
 
@@ -160,16 +160,16 @@ def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
 def test_what_cannot_work_is_refused_at_once(argv, status, kind, word, start, capsys):
     """Wrong settings are a ConfigError that names the option, before files or engines are opened."""
     assert main(["push", *argv.replace("START", str(start)).split(), "--json"]) == status
-    told = json.loads(capsys.readouterr().out)
-    assert told["type"] == kind and word in told["error"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["type"] == kind and word in document["error"]
 
 
 def test_engines_that_cannot_follow_are_refused(start, capsys):
     server = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["delta"]}
     for info, words in ((server, ("/m", "--base")), (server | {"transports": []}, ("doctor",))):
         with running(get_server_info=(200, info), get_get_world_size=(404, {})) as served:
-            told = pushed(capsys, start, [served], "--transport", "delta", status=2)
-        assert all(word in told["error"] for word in words)
+            document = pushed(capsys, start, [served], "--transport", "delta", status=2)
+        assert all(word in document["error"] for word in words)
 
 
 def test_files_under_a_url_are_removed(s3, start, other, capsys):

@@ -17,12 +17,12 @@ def test_it_says_where_the_engine_is_and_ends_it_with_itself(tmp_path, number):
     checkpoint = tiny_checkpoint(tmp_path / "model")
     command = ["serve", "embedded", "--model", str(checkpoint), "--dtype", "float32", "--json"]
     with running_python(COMMAND, *command, stderr=subprocess.DEVNULL) as child:
-        told = json.loads(child.stdout.readline())
-        assert told["engine"] == "embedded" and httpx.get(f"{told['url']}/health").status_code == 200
+        document = json.loads(child.stdout.readline())
+        assert document["engine"] == "embedded" and httpx.get(f"{document['url']}/health").status_code == 200
         child.send_signal(number)
         assert child.wait(WAIT_S) == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{told['url']}/health")
+            httpx.get(f"{document['url']}/health")
 
 
 @pytest.mark.parametrize("option", [["--tp", "2"], ["--host", "0.0.0.0"]])

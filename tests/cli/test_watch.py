@@ -67,8 +67,8 @@ def test_watch_prints_one_document_or_lines_for_each_look(engine, tmp_path, monk
     transport.shutdown()
     monkeypatch.chdir(tmp_path)  # a directory without a slash is a root
     assert main(["watch", engine.url, "feat", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["roots"][0]["latest"] == 1 and told["engines"][0]["state"] == "serving"
+    document = json.loads(capsys.readouterr().out)
+    assert document["roots"][0]["latest"] == 1 and document["engines"][0]["state"] == "serving"
     assert main(["watch", engine.url, "feat", str(tmp_path / "empty"), "--looks", "2", "--interval-s", "0.05"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("serving") == 2 and "keyframe" in shown and f"{engine.url}  " in shown

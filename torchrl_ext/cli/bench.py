@@ -214,7 +214,7 @@ def measure_transports(size: str, repeats: int) -> Info:
 
 
 def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], channel: str, root: Path) -> None:
-    """Go through all ways: rank 0 holds ones, and sends them to rank 1, which holds zeros, or works alone."""
+    """Go through all ways: rank 0 holds ones, and sends them to rank 1, which holds zeros."""
     source, target = (
         {name: torch.full(shape, value, dtype=torch.bfloat16) for name, shape in shapes.items()} for value in (1, 0)
     )
@@ -252,12 +252,12 @@ def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], 
             with open(root / "plain", "rb+") as file:
                 os.fsync(file.fileno())
 
-        alone: dict[str, Callable[[], object]] = {"copy": copy, "disk": publish, "save_file": save}
+        by_trainer: dict[str, Callable[[], object]] = {"copy": copy, "disk": publish, "save_file": save}
         ways: dict[str, Callable[[], object]] = {
             "collective": partial(together, partial(move, collective)),
             "broadcast": partial(together, lambda: group.broadcast(flat, 0).wait()),
             "ipc": partial(together, partial(move, ipc)),
-            **(alone if rank == 0 else dict.fromkeys(alone, lambda: None)),
+            **(by_trainer if rank == 0 else dict.fromkeys(by_trainer, lambda: None)),
         }
         taken = rounds(ways, repeats)
     if rank == 0:

@@ -267,7 +267,7 @@ class TransportContract(ABC):
         assert_held(held, weights)
 
     @pytest.mark.parametrize("step", ["source", "stage", "receive"])
-    def test_failed_source_or_worker_leaves_one_version_or_a_paused_engine(
+    def test_failed_source_or_worker_leaves_one_version_or_a_pause(
         self, trainer: Transport, step: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whatever fails, the engine has one version or is paused, and the next update is right."""

@@ -38,8 +38,7 @@ def _reader(root: str, base: str | None) -> Reader:
     return Reader(store, base)
 
 
-@app.command("list", hidden=True)
-@app.command("ls")
+@app.command()
 def ls(root: Root, base: Base = None) -> int:
     """List every version: kind, base, bytes, encoding, density.
 

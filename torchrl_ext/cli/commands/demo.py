@@ -204,7 +204,7 @@ def _train(
 
 
 def _same_weights(model: Any, url: str) -> bool:
-    """Return whether an engine's own digests (``/weights_digest``) are the model's; others' reports say it alone."""
+    """Return whether an engine's own digests (``/weights_digest``) are the model's; True where it reports none."""
     from torchrl_ext.control.http import HTTPSession
     from torchrl_ext.data.weights.derived import as_source
     from torchrl_ext.data.weights.digests import digests_of
