@@ -194,7 +194,7 @@ def _on_ray():
 
     return {
         "make_policy": functools.partial(models.tiny_model, 0),
-        "async_vllm": LocalLLMWrapper(LLM(models.tiny_model(1), "nccl"), 1, "policy"),
+        "async_vllm": LocalLLMWrapper(LLM(models.tiny_model(1)), 1, "policy"),
         "make_env": make_env,
         "make_gym_env": collecting.Walk,
         "gym_policy": collecting.make_policy(),

@@ -157,7 +157,7 @@ def test_it_loads_full_files_and_the_error_says_what_it_cannot(stock, tmp_path):
             report = sender.update_weights(model)
             assert stock.says(model) and stock.version() == str(report.version)
             assert not report.verified  # nobody could hold what it has against the trainer's digests
-    refused = pytest.raises(WeightSyncError, match=r"(?s)collective.*(sglang\.srt\.plugins|weight-transfer-config)")
+    refused = pytest.raises(WeightSyncError, match=r"(?s)collective.*(sglang\.srt\.plugins|vllm\.general_plugins)")
     with sending("collective", tmp_path, stock) as sender, refused:
         sender.update_weights(tiny_model(76))
     assert stock.says(model)

@@ -209,7 +209,7 @@ def _plugin(engine: Examined) -> Iterator[Finding]:
 
 def _paused(engine: Examined) -> Iterator[Finding]:
     with contextlib.suppress(EngineRefusedError):  # it cannot say
-        if engine.client.state().paused:
+        if engine.client.paused():
             remedy = "an update may be running; after a failed update, the next successful one resumes the engine"
             yield warning("paused", "the engine is paused", "an engine that generates", remedy)
 
