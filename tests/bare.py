@@ -12,6 +12,7 @@ NEEDS = {
     "torchrl_ext.rl.hydra": "hydra",
     "torchrl_ext.engines.embedded": "starlette",
     "torchrl_ext.engines.sglang": "sglang",
+    "torchrl_ext.compat.vllm_backend": "vllm",
     "torchrl_ext.engines.vllm": "vllm",
     "torchrl_ext.testing.engine": "pytest",
     "torchrl_ext.testing.stateful": "hypothesis",

@@ -17,6 +17,7 @@ from tests.data.sharded import shard_ranks
 from tests.data.sharded.shard_ranks import cut
 from tests.data.transports.chains import checkpoint, folder, same, step, trainer_at, weights
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, UpdateError
+from torchrl_ext.control.engine import EngineUpdate
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -199,7 +200,7 @@ class TestFleet:
         sender = tx.WeightSender(trainer_at(root, keyframe_every=2), InProcessEngine(served), finite=False)
         sender.update_weights(own)
         with monkeypatch.context() as patch:
-            patch.setattr(InProcessEngine, "prefetch", gone)
+            patch.setattr(EngineUpdate, "stage", gone)
             for version in (2, 3):
                 step(own, version)
                 with pytest.raises(UpdateError, match="the mount is gone"):
