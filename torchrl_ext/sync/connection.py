@@ -107,15 +107,17 @@ class Connection:
         if replaced:
             log.warning("the engines join this sender again: %s", replaced)
             self.drop()
+        elif self._joined is not None and not self._transport.check_connection():
+            log.warning("the connection has broken since the last update; the engines join again")
+            self._break()
+            members = self._members()
         while self._joined != (params, members):
             if self._joined is not None:
                 self.delivered = None
             try:
                 self._join(params, spans)
             except WeightSyncError:
-                self.drop()  # the group is incomplete, also for members that joined an earlier one
-                if isinstance(self.engine, Fleet):
-                    self.engine.doubt(self.engine.engines)
+                self._break()  # the group is incomplete, also for members that joined an earlier one
                 before, members = members, self._members()
                 if {*before} <= {*members}:
                     raise
@@ -127,6 +129,12 @@ class Connection:
         """End the connection after a failure, which may have left a group incomplete; the next version joins anew."""
         self._joined = self.delivered = None
         self._transport.close()
+
+    def _break(self) -> None:
+        """`drop`, and have every engine probed: one that has died may be the reason."""
+        self.drop()
+        if isinstance(self.engine, Fleet):
+            self.engine.doubt(self.engine.engines)
 
     def close(self) -> None:
         """Leave the engines, except the ones that another sender has since joined through the same client."""
@@ -174,7 +182,7 @@ class Connection:
         known = {one.url: label_number(info.weight_version) for one, info in zip(clients, infos, strict=False)}
         self.newest = max([self.newest, *(label or 0 for label in known.values())])
         before, self._rows = self._rows, {}
-        for one in clients:
+        for one in engine.engines if isinstance(engine, Fleet) else clients:  # the lost ones, too
             row = EngineRow(engine=one.url, kind=one.kind, state="serving", version=known.get(one.url))
             self._rows[one.url] = before.get(one.url, row)
         within = Deadline(self._transport.timeout_s, f"the workers of {engine.url}")
