@@ -150,9 +150,10 @@ class Routing:
         return updating
 
     def follow(self, report: SyncReport) -> None:
-        """Make the router use the engines that serve the newest weights, which are the newest that any engine serves.
+        """Make the router use the engines that serve the newest version of the report's run that any engine serves.
 
-        Rows of engines that are not this routing's are ignored.
+        Versions of another run, and labels of unknown origin, never count as new, whatever their numbers. A report in
+        which no engine serves a version of its run changes nothing. Rows of other routings' engines are ignored.
 
         Raises:
             ConfigError: no row of the report is about an engine of this routing.
@@ -169,8 +170,12 @@ class Routing:
                 expected=f"engines of router {self.url}: {', '.join(info.url for info in self.engines)}",
                 state="the router is unchanged",
             )
-        newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
-        fit = {key for key, row in rows.items() if row.state == "serving" and (row.version or 0) == newest}
+        serving = [row for row in report.engines if row.state == "serving" and row.run == report.run]
+        newest = max((row.version for row in serving if row.version is not None), default=None)
+        if newest is None:
+            log.warning("router %s is unchanged: no engine serves a version of this run", self.url)
+            return
+        fit = {key for key, row in rows.items() if row in serving and row.version == newest}
         used = {engine_key(worker.url) for worker in self.router.workers()}
         changed = (ours.keys() & used) ^ (ours.keys() & fit)
         for key in sorted(changed, key=fit.__contains__):  # those with older weights leave first
