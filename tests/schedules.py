@@ -511,7 +511,7 @@ class Schedule:
         """A client that says of each answer which engine gave it, and with how many tokens."""
         client = InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
         for url, dialect in client._targets.items():
-            dialect.read = partial(_marked, dialect.read, url)
+            client._targets[url] = replace(dialect, read=partial(_marked, dialect.read, url))
         return client
 
     def _ask(self, client, urls, draw):

@@ -31,7 +31,7 @@ def test_no_field_of_the_dialect_is_one_that_the_router_drops():
     more = {"min_tokens": 1, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "ignore_eos": True}
     asked = GenerationRequest(token_ids=(1,), n=2, seed=7, stop_token_ids=(9,), logprobs=True, more=more)
     for one in (asked, dataclasses.replace(asked, adapter="policy")):
-        body = SGLangDialect().body(one)
+        body = SGLangDialect.ask(one)
         assert body.keys() <= FIELDS and body["sampling_params"].keys() <= SAMPLING
 
 

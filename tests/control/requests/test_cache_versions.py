@@ -35,8 +35,8 @@ def salts(server):
 
 def test_each_engine_has_a_field_of_its_own():
     keyed = replace(REQUEST, cache_key="weights-3")
-    assert VLLMDialect().body(keyed) == {**VLLMDialect().body(REQUEST), "cache_salt": "weights-3"}
-    assert SGLangDialect().body(keyed) == {**SGLangDialect().body(REQUEST), "extra_key": "weights-3"}
+    assert VLLMDialect.ask(keyed) == {**VLLMDialect.ask(REQUEST), "cache_salt": "weights-3"}
+    assert SGLangDialect.ask(keyed) == {**SGLangDialect.ask(REQUEST), "extra_key": "weights-3"}
 
 
 def test_a_client_sends_one_version_per_prompt():

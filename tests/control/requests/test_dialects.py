@@ -12,7 +12,7 @@ REQUEST = GenerationRequest(
 
 
 def test_vllm_makes_all_continuations_of_a_prompt_in_one_request():
-    assert VLLMDialect().body(REQUEST) == {
+    assert VLLMDialect.ask(REQUEST) == {
         "token_ids": [1, 2],
         "sampling_params": {
             "n": 2,
@@ -28,13 +28,13 @@ def test_vllm_makes_all_continuations_of_a_prompt_in_one_request():
 
 def test_sglang_gets_one_prompt_and_one_map_of_settings():
     sampling = {"max_new_tokens": 3, "temperature": 0.5, "min_new_tokens": 1, "stop_token_ids": [9]}
-    assert SGLangDialect().body(REQUEST) == {
+    assert SGLangDialect.ask(REQUEST) == {
         "input_ids": [1, 2],
         "sampling_params": sampling | {"sampling_seed": 7, "n": 2},
         "return_logprob": True,
     }
     assert SGLangDialect.one_seed_per_request and not VLLMDialect.one_seed_per_request
-    assert [SGLangDialect().body(one)["sampling_params"] for one in REQUEST.split()] == [
+    assert [SGLangDialect.ask(one)["sampling_params"] for one in REQUEST.split()] == [
         sampling | {"sampling_seed": 7},
         sampling | {"sampling_seed": 8},
     ]
@@ -73,8 +73,8 @@ def test_versions_are_read_from_spans_or_one_label():
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
     with_spans = {"output_ids": [4, 9], "meta_info": {**told, "weight_version": "3", "weight_versions": spans}}
     without = {"output_ids": [4, 9], "meta_info": {**told, "weight_version": "3"}}
-    first, second = SGLangDialect().read([with_spans, without])
+    first, second = SGLangDialect.read([with_spans, without])
     assert first.token_ids == (4, 9) and first.logprobs == (-0.5, -1) and first.finish_reason == "stop"
     assert first.token_versions() == [0, 3]
     assert second.weight_versions == (VersionSpan(version="3", start=0, end=2),)
-    assert SGLangDialect().read(without) == [second]
+    assert SGLangDialect.read(without) == [second]

@@ -50,7 +50,7 @@ def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialec
     kinds = [kinds] * len(urls) if isinstance(kinds, str) else list(kinds)
     if len(kinds) != len(urls):
         raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
-    return {url: engines.part(kind, "dialect")() for url, kind in zip(normalise_urls(urls), kinds, strict=True)}
+    return {url: engines.part(kind, "dialect") for url, kind in zip(normalise_urls(urls), kinds, strict=True)}
 
 
 class Requests:
@@ -79,7 +79,7 @@ class Requests:
         self._retired: dict[str, float] = {}  # targets that failed, and until when they are avoided
         self._in_work, self._freed = dict.fromkeys(self._targets, 0), asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls: set[Future[Any]] = set()  # until they end, or `close` cancels them
+        self._calls: set[Future[Any]] = set()  # until they end, or `close` takes and cancels them
         self._warned = float("-inf")
         how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
@@ -135,20 +135,19 @@ class Requests:
 
     def close(self) -> None:
         """Close the connections; pending requests fail with an EngineError. A later request connects again."""
-        calls, self._calls = self._calls, set()
-        for call in tuple(calls):
-            call.cancel()
+        while self._calls:
+            self._calls.pop().cancel()
         for session in self._sessions.values():
             session.close()
 
     async def _until_closed(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Run ``call`` on the loop that all clients share."""
-        calls, begun = self._calls, begin(call)
-        calls.add(begun)
+        begun = begin(call)
+        self._calls.add(begun)
         try:
             return await asyncio.wrap_future(begun)
         except asyncio.CancelledError:
-            if calls is self._calls:
+            if begun in self._calls:  # the caller was cancelled, and not by `close`
                 raise
             raise EngineError(
                 f"{', '.join(self._targets)}: the client was closed before its requests had their answers",
@@ -156,7 +155,7 @@ class Requests:
                 hint="close a client after its last request; a later call opens it again",
             ) from None
         finally:
-            calls.discard(begun)
+            self._calls.discard(begun)
 
     async def _whole(self, request: GenerationRequest, until: float) -> list[Generation]:
         """Return the complete continuations of one prompt."""
@@ -188,9 +187,8 @@ class Requests:
     async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
-            route, body = dialect.route, dialect.body(request)
-            answer = await self._post(url, route, body, request.session_id, until)
-            where = url + route
+            answer = await self._post(url, dialect.route, dialect.ask(request), request.session_id, until)
+            where = url + dialect.route
             try:
                 found = dialect.read(answer)
             except _UNREADABLE as error:
