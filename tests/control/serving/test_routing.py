@@ -108,17 +108,11 @@ def test_requests_of_a_removed_engine_go_on_at_another(routing, client, urls):
     assert found["response_ids"] == client.run(client.generate(batch(8, length=100)))["response_ids"]
 
 
-def test_a_router_without_pools_takes_no_prefill_engine(routing, urls):
-    with RouterProcess(**settings_for_router("vllm")) as process:
-        with pytest.raises(ConfigError, match="as a regular worker"):
-            RouterClient(process.url).add(urls[0], "prefill")
-        assert RouterClient(process.url).workers() == ()
-
-
 def test_router_pools_are_fixed_at_its_start(urls):
     """A router has its pools from the start; pools that lack decode engines or mix kinds are refused."""
     with RouterProcess(prefill=[urls[0]], decode=[urls[1]], **settings_for_router("vllm")) as process:
         router = RouterClient(process.url)
+        router.expect(urls)
         types = {worker.url: worker.worker_type for worker in router.workers()}
         assert types == {urls[0]: "prefill", urls[1]: "decode"}
     with pytest.raises(ConfigError, match="prefill engines only"):
