@@ -7,7 +7,15 @@ from torchrl_ext.control.requests.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.control.requests.generation import GenerationRequest, VersionSpan
 
 REQUEST = GenerationRequest(
-    token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}
+    token_ids=(1, 2),
+    n=2,
+    max_tokens=3,
+    temperature=0.5,
+    seed=7,
+    stop_token_ids=(9,),
+    more={"min_tokens": 1},
+    adapter="policy",
+    cache_key="weights-3",
 )
 
 
@@ -23,6 +31,8 @@ def test_vllm_makes_all_continuations_of_a_prompt_in_one_request():
             "stop_token_ids": [9],
             "seed": 7,
         },
+        "model": "policy",
+        "cache_salt": "weights-3",
     }
 
 
@@ -32,6 +42,8 @@ def test_sglang_gets_one_prompt_and_one_map_of_settings():
         "input_ids": [1, 2],
         "sampling_params": sampling | {"sampling_seed": 7, "n": 2},
         "return_logprob": True,
+        "lora_path": "policy",
+        "extra_key": "weights-3",
     }
     assert SGLangDialect.one_seed_per_request and not VLLMDialect.one_seed_per_request
     assert [SGLangDialect.ask(one)["sampling_params"] for one in REQUEST.split()] == [
