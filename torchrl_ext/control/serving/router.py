@@ -18,6 +18,7 @@ import contextlib
 import ipaddress
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -96,9 +97,8 @@ class RouterClient:
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
         """
         for url in urls:
-            Deadline(self._timeout_s).poll(
-                lambda url=url: self._find(url), f"{self.url} did not list {url}", longest_s=_LOOK_S
-            )
+            late = f"{self.url} did not list {url}"
+            Deadline(self._timeout_s).poll(partial(self._find, url), late, longest_s=_LOOK_S)
 
     def remove(self, url: str) -> None:
         """Make the router stop sending requests to the engine at ``url``; running requests continue.
