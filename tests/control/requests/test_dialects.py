@@ -1,7 +1,6 @@
 """Requests and answers, word by word, as each engine's own documentation has them."""
 
 from tests.fakes import FakeEngine
-from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.requests.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.control.requests.generation import GenerationRequest, VersionSpan
@@ -52,32 +51,19 @@ def test_sglang_gets_one_prompt_and_one_map_of_settings():
     ]
 
 
-def _router(body):
-    """As vLLM's router and SGLang's read ``/generate``: typed fields, and what is of another type is HTTP 422."""
-    sampling = body["sampling_params"]
-    if not isinstance(sampling, dict):
-        return 422, "Failed to deserialize the JSON body into the target type: sampling_params: invalid type: sequence"
-    told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
-    rows = [
-        {"output_ids": [sampling.get("sampling_seed", -1), j], "meta_info": told} for j in range(sampling.get("n", 1))
-    ]
-    return 200, rows[0] if len(rows) == 1 else rows
+def test_sglang_gets_a_request_for_each_seed():
+    def answer(body):
+        seed, count = body["sampling_params"].get("sampling_seed", -1), body["sampling_params"].get("n", 1)
+        told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+        rows = [{"output_ids": [seed, j], "meta_info": told} for j in range(count)]
+        return 200, rows[0] if count == 1 else rows
 
-
-def test_sglang_behind_a_router_generates_with_seeds_and_without():
-    with FakeEngine("sglang") as router:
-        router.answers["POST /generate"] = _router
-        client = InferenceClient(router.url, kind="sglang")
+    with FakeEngine("sglang") as engine, InferenceClient(engine.url, kind="sglang") as client:
+        engine.answers["POST /generate"] = answer
         seeded = client.generate([[1], [2]], n=2, seed=5, max_tokens=2)
         drawn = client.generate([[1], [2]], n=2, max_tokens=2)
-        client.close()
-        remote = RemoteInferenceClient(proxy_url=router.url, server_urls=[router.url], kind="sglang")
-        body = {"prompt": {"chunks": [{"tokens": [1]}]}, "num_samples": 2, "sampling_params": {"seed": 5}}
-        samples = remote.run(remote.sample({"json": body}))["sequences"]
-        remote.close()
     assert [one.token_ids for one in seeded] == [(5, 0), (6, 0), (7, 0), (8, 0)]
     assert [one.token_ids for one in drawn] == [(-1, 0), (-1, 1)] * 2
-    assert [one["tokens"] for one in samples] == [[5, 0], [6, 0]]
 
 
 def test_versions_are_read_from_spans_or_one_label():
