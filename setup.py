@@ -68,7 +68,6 @@ setup(
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "aiohttp>=3.11",
         "yarl>=1.17",
-        "certifi",
         *CLI,
         *EMBEDDED,
     ],

@@ -45,7 +45,7 @@ def test_bare_installation_imports_modules_that_need_no_extra():
         ("import sys; del sys.modules['typer']; from torchrl_ext.cli.main import main; sys.exit(main([]))", "cli"),
         ("from torchrl_ext.testing.tiny import make_tiny_lm; make_tiny_lm('model')", "embedded"),
         ("from torchrl_ext.control.serving.embedded import EmbeddedServer; EmbeddedServer('.')", "embedded"),
-        ("from torchrl_ext.control.serving.topology import Topology; Topology.load('engines.yaml')", "cli"),
+        ("from torchrl_ext.control.serving.topology import read_plans; read_plans('engines.yaml')", "cli"),
         ("import torchrl_ext.rl.hydra", "hydra"),
         ("from torchrl_ext.base.reports import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
     ],

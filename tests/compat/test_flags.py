@@ -175,13 +175,13 @@ def owned(monkeypatch):
     made = []
     monkeypatch.setattr(
         "torchrl_ext.control.serving.topology.OwnedEngines",
-        lambda topology, **settings: made.append((topology, settings)),
+        lambda models, **settings: made.append((models, settings)),
     )
     return made
 
 
-def planned(topology):
-    return [(plan.name, plan.gpus) for model in topology.models for plan in model.engines]
+def planned(models):
+    return [(plan.name, plan.gpus) for model in models for plan in model.engines]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -190,6 +190,6 @@ def test_a_yaml_of_either_kind_plans_the_engines(tmp_path, owned, kind):
     path.write_text(f"{kind}: [{{name: a, server_groups: [{{worker_type: regular, num_gpus: 2}}]}}]")
     config = WeightUpdateConfig(**{f"{kind}_config": str(path)}, vllm_router_ip="host", vllm_router_port=7)
     make_serving(config, hf_checkpoint="/policy", router={"api_key": "secret"})
-    ((topology, settings),) = owned
-    assert planned(topology) == [("a/regular/0", (0,)), ("a/regular/1", (1,))] and topology.kind == kind
+    ((models, settings),) = owned
+    assert planned(models) == [("a/regular/0", (0,)), ("a/regular/1", (1,))] and models[0].kind == kind
     assert settings == {"router": {"api_key": "secret", "router": "host:7"}}

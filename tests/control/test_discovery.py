@@ -13,9 +13,8 @@ import torchrl_ext as tx
 from tests.control.servers import CONFIG
 from tests.control.sockets import drip, serving
 from tests.fakes import FakeEngine
-from tests.processes import python
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.base.registry import Make
+from torchrl_ext.base.registry import Make, engines
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.makes.server_info import read_server_info
 from torchrl_ext.control.serving.processes import free_port
@@ -134,11 +133,8 @@ def test_one_error_lists_every_address_that_failed(ask):
             ask(gone[0], well.url, strange.url, timeout_s=5)
 
 
-@pytest.mark.parametrize("absent", [404, 405, 501])
-def test_sglangs_server_info_alone_is_enough(absent):
+def test_sglangs_server_info_alone_is_enough():
     with scripted({"/server_info": (200, SGLANG)}) as server:
-        for route in ("/model_info", "/weights_checker"):
-            server.script[route] = (absent, {"error": "not here"})
         (info,) = tx.discover(server.url)
         assert (info.kind, info.model, info.tp_size, info.transports) == ("sglang", "/m", 2, ("disk", "native"))
         server.script["/model_info"] = (200, {"model_path": "/now", "weight_version": "3"})
@@ -146,7 +142,7 @@ def test_sglangs_server_info_alone_is_enough(absent):
         assert (info.model, info.weight_version) == ("/now", "3")
 
 
-@pytest.mark.parametrize("status", [401, 403, 500, 503])
+@pytest.mark.parametrize("status", [401, 503])
 def test_sglang_server_with_closed_control_routes_is_described(status):
     """Discovery describes an SGLang server that refuses its control routes, and `connect` refuses it."""
     with scripted({"/server_info": (200, SGLANG)}) as server:
@@ -239,19 +235,6 @@ def test_discovery_reads_what_an_engine_says_by_either_route(make, described, fo
         assert [engine.kind for engine in tx.connect(fake.url).engines] == [make]
 
 
-STRANGER = """
-from tests.control.test_discovery import scripted
-import torchrl_ext as tx
-from torchrl_ext.base.registry import engines
-
-engines.register("dove", "tests.control.test_discovery:DOVE", "an engine of another package")
-engines.register("broken", "tests.control.nowhere:MAKE", "its module is missing")
-with scripted({"/coo": (200, {"model": "/m"})}) as server:
-    (info,) = tx.discover(server.url)
-    print(info.kind, info.model)
-"""
-
-
 def dove(session):
     return EngineInfo(url=session.url, kind="dove", model=session.get("/coo")["model"])
 
@@ -259,8 +242,13 @@ def dove(session):
 DOVE = Make(client=object, describe=dove)
 
 
-def test_a_make_of_another_package_describes_its_own_engines():
-    assert python(STRANGER).split() == ["dove", "/m"]
+def test_a_make_of_another_package_describes_its_own_engines(monkeypatch):
+    monkeypatch.setattr(engines, "_entries", dict(engines._entries))  # other tests know no doves
+    engines.register("dove", "tests.control.test_discovery:DOVE", "an engine of another package")
+    engines.register("broken", "tests.control.nowhere:MAKE", "its module is missing")
+    with scripted({"/coo": (200, {"model": "/m"})}) as server:
+        (info,) = tx.discover(server.url)
+    assert (info.kind, info.model) == ("dove", "/m")
 
 
 def test_an_engine_of_a_make_that_nobody_brought_is_refused():

@@ -29,7 +29,7 @@ __all__ = ["STEPS", "Skipped", "Step", "main", "run", "take"]
 ROOT = Path(__file__).parents[2]
 NEEDS = ("torch", "numpy", "numba", "msgspec", "zstandard", "xxhash", "tensordict", "psutil")
 """What every step needs."""
-SERVING = ("transformers", "safetensors", "starlette", "uvicorn", "aiohttp", "yarl", "certifi")
+SERVING = ("transformers", "safetensors", "starlette", "uvicorn", "aiohttp", "yarl")
 """What an engine over HTTP needs beside it."""
 SKIPPED = 77
 """The exit status that automake's tests have for it."""

@@ -8,7 +8,6 @@ from tests.models import PROMPT, greedy, tiny_model
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
-from torchrl_ext.control.serving.topology import LocalLauncher
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -26,7 +25,7 @@ def job(request, checkpoint, tmp_path_factory):
     kind, path = request.param, tmp_path_factory.mktemp("job") / "engines.yaml"
     path.write_text(YAML.format(kind=kind))
     config = WeightUpdateConfig(**{f"{kind}_config": str(path)})
-    settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
+    settings = {**settings_for(kind), "router": settings_for_router(kind)}
     with make_serving(config, hf_checkpoint=checkpoint, **settings) as made:
         yield made
 

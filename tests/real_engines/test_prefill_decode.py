@@ -15,7 +15,7 @@ from tests.models import greedy, tiny_model
 from tests.real_engines.served import LONG, kept_keys
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.serving.topology import LocalLauncher, OwnedEngines
+from torchrl_ext.control.serving.topology import OwnedEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -92,7 +92,7 @@ def job(make, checkpoint, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     for name, value in make.variables.items():
         patch.setenv(name, value)
-    settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
+    settings = {**settings_for(kind), "router": settings_for_router(kind)}
     with OwnedEngines(folder / "job.yaml", hf_checkpoint=checkpoint, **settings) as made:
         patch.undo()
         yield made

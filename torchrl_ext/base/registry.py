@@ -171,7 +171,7 @@ class Make:
         client: callable that makes an engine's `torchrl_ext.EngineClient` from ``url=`` and further settings.
         describe: callable that takes the `torchrl_ext.control.http.HTTPSession` of an address and returns the engine's
             `EngineInfo`, or None if no engine of this kind answers there. None for engines without an address.
-        dialect: the `torchrl_ext.control.requests.dialects.Dialect` of its token requests.
+        dialect: the `torchrl_ext.control.requests.dialects.Dialect` of its token requests, a value.
         server: the `torchrl_ext.control.serving.server.EngineSpec` of servers that this library starts.
         router: the `torchrl_ext.control.serving.server.RouterSpec` of the vendor's router.
         routes: HTTP routes of an update: by transport (``"disk"``, ``"native"``) of a server without our plugin, and

@@ -69,6 +69,8 @@ class EngineRow:
         kind: as in `EngineInfo`.
         state: ``"serving"`` (the new version), ``"paused"`` (the update failed) or ``"unreachable"``.
         version: version in service, or the last known one.
+        run: run of the sender that took the engine to this version; "" if the version is only a label that the engine
+            reports. Two versions compare only within one run: another run counts anew.
         pause_s: seconds from the pause's acknowledgement to the resume's.
         error: error message, or None.
         proof: what the engine proves about the version that it serves; see `SyncReport`.
@@ -80,6 +82,7 @@ class EngineRow:
     kind: str
     state: str
     version: int | None = None
+    run: str = ""
     pause_s: float = 0.0
     error: str | None = None
     proof: str = "sent"
@@ -105,6 +108,7 @@ class SyncReport:
 
     Attributes:
         version: version that the engines serve now.
+        run: run of the sender whose version it is.
         transport: name of the transport.
         tensors: number of tensors sent.
         bytes: bytes of weights that the transport sent or published, counted once for all engines.
@@ -145,6 +149,7 @@ class SyncReport:
 
     version: int
     transport: str
+    run: str = ""
     tensors: int = 0
     bytes: int = 0
     model_bytes: int = 0

@@ -23,8 +23,8 @@ from torchrl_ext.base.types import Info
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import each, normalise_urls, run
+from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest, checked_prompt
-from torchrl_ext.control.requests.requests import Requests, targets
 
 if TYPE_CHECKING:
     from torchrl_ext.control.serving.routing import Routing
@@ -96,14 +96,15 @@ class RemoteInferenceClient:
             name = f"{_CONCURRENCY} in the environment" if given is None else "concurrency_per_engine"
             raise ConfigError(f"{name} is {limit!r}", expected="a whole number, at least 0")
         self.server_urls = tuple(normalise_urls(self.server_urls))
-        (self.proxy_url,) = proxy = targets([self.proxy_url], self.kind)
+        (self.proxy_url,) = normalise_urls([self.proxy_url])
         if self.proxy_url in self.server_urls and len(self.server_urls) > 1:
             what = f"proxy_url {self.proxy_url} is one of several server_urls, so that the others would get no requests"
             raise ConfigError(what, expected="the address of the router in front of them")
-        how: dict[str, Any] = {"api_key": self.api_key, "persistent": True}
-        self._requests = self._text = Requests(proxy, limit=int(limit) * len(self.server_urls), **how)
+        how: dict[str, Any] = {"kind": self.kind, "api_key": self.api_key, "retire_s": 0.0, "persistent": True}
+        total = int(limit) * len(self.server_urls)
+        self._requests = self._text = InferenceClient(self.proxy_url, max_concurrency=total, **how)
         if self.kind == "sglang":
-            self._text = Requests(targets(self.server_urls, self.kind), limit=int(limit), **how)
+            self._text = InferenceClient(self.server_urls, max_concurrency=int(limit), **how)
 
     @classmethod
     def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
@@ -323,7 +324,7 @@ class RemoteInferenceClient:
     async def _generated(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         return await self._requests.generations(requests, time.monotonic() + self.timeout_s)
 
-    async def _post(self, over: Requests, route: str, given: Mapping[str, Any] | None) -> Any:
+    async def _post(self, over: InferenceClient, route: str, given: Mapping[str, Any] | None) -> Any:
         body = {**({} if self.model_name is None else {"model": self.model_name}), **(given or {})}
         return await over.post(route, body, body.pop("session_id", None), time.monotonic() + self.timeout_s)
 

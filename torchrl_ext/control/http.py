@@ -12,41 +12,23 @@ import json
 import logging
 import math
 import os
-import socket
-import ssl
 import sys
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
-import aiohttp.abc
-import certifi
 from yarl import URL
 
-from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.base.types import is_loopback
 
-__all__ = [
-    "HTTP",
-    "Answer",
-    "HTTPSession",
-    "Resolver",
-    "authorities",
-    "begin",
-    "can_wait",
-    "each",
-    "normalise_url",
-    "normalise_urls",
-    "run",
-]
+__all__ = ["HTTP", "Answer", "HTTPSession", "begin", "each", "normalise_url", "normalise_urls", "run"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -55,57 +37,35 @@ _T = TypeVar("_T")
 HTTP = "torchrl-ext-http"
 """The name of the thread that runs this process's loop."""
 
-
-@final
-class _Loop(threading.Thread):
-    """Runs an event loop in a daemon thread until the process ends."""
-
-    def __init__(self) -> None:
-        super().__init__(name=HTTP, daemon=True)
-        self.loop = asyncio.new_event_loop()
-
-    def run(self) -> None:
-        self.loop.run_forever()
-
-
 _lock = threading.RLock()  # a finalizer may make a call at any time, also while it is held
-_loops: dict[int, _Loop] = {}  # by pid: a child that closed its parent's loop would change its epoll
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by pid: a child that closed its parent's would change its epoll
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-def _current() -> _Loop:
-    """Return this process's loop; start it on first use."""
-    pid = os.getpid()
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return this process's loop; a daemon thread runs it from the first use to the end of the process."""
     with _lock:
-        if pid not in _loops:
-            _loops[pid] = _Loop()
-            _loops[pid].start()
-        return _loops[pid]
-
-
-def can_wait() -> bool:
-    """Return whether the calling thread may wait for the loop.
-
-    False in the loop's own thread (where finalizers may run too) and during interpreter shutdown (threads have ended).
-    """
-    return not sys.is_finalizing() and threading.current_thread() is not _current()
+        if os.getpid() not in _loops:
+            _loops[os.getpid()] = loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name=HTTP, daemon=True).start()
+        return _loops[os.getpid()]
 
 
 def begin(call: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
     """Start ``call`` on the loop; cancelling the future cancels the call."""
-    return asyncio.run_coroutine_threadsafe(call, _current().loop)
+    return asyncio.run_coroutine_threadsafe(call, _loop())
 
 
 def run(call: Coroutine[Any, Any, _T]) -> _T:
     """Run ``call`` on the loop and return its result; an interrupted wait (ctrl-c) cancels it.
 
     Raises:
-        ConfigError: the calling thread must not wait for the loop (`can_wait`).
+        ConfigError: the caller runs on the loop itself, or while the interpreter shuts down: it would wait for ever.
     """
-    if not can_wait():
+    if threading.current_thread().name == HTTP or sys.is_finalizing():
         call.close()
         raise ConfigError("this call would block the event loop that it runs on", hint="await the coroutine instead")
-    loop = _current().loop
+    loop = _loop()
     try:
         return begin(call).result()
     except BaseException:  # ctrl-c may also come after begin has started the call and before it returns the future
@@ -129,50 +89,6 @@ async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def authorities() -> ssl.SSLContext:
-    """Return a TLS context that trusts SSL_CERT_FILE and SSL_CERT_DIR, or by default the system's and certifi's CAs.
-
-    Raises:
-        ConfigError: a file or directory that the variables name cannot be read.
-    """
-    return _authorities(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-
-
-@cache  # reading the certificates takes longer than a call
-def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
-    try:
-        if file or folder:
-            return ssl.create_default_context(cafile=file, capath=folder)
-    except OSError as error:
-        raise ConfigError(
-            f"SSL_CERT_FILE={file or ''} SSL_CERT_DIR={folder or ''} in the environment cannot be read: {error}",
-            expected="a file of certificates (PEM), a directory of them, or neither variable",
-        ) from None
-    context = ssl.create_default_context(cafile=certifi.where())
-    context.load_default_certs()
-    return context
-
-
-@final
-class Resolver(aiohttp.abc.AbstractResolver):
-    """Resolves each name in its own daemon thread, because a look-up cannot be interrupted."""
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[aiohttp.abc.ResolveResult]:
-        look = in_thread(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM), f"look up {host}")
-        rows = await asyncio.wrap_future(look)
-        if not rows:
-            raise OSError(f"the name {host!r} has no address")
-        return [
-            {"hostname": host, "host": str(row[4][0]), "port": port, "family": row[0], "proto": row[2], "flags": 0}
-            for row in rows
-        ]
-
-    async def close(self) -> None:
-        return None
 
 
 _CONNECT_S = 10.0  # how long connecting may take, over all addresses of a name
@@ -321,7 +237,7 @@ class Answer:
 
 
 class HTTPSession:
-    """Calls routes of one server; safe across threads, event loops and forks.
+    """Calls routes of one server; safe across threads and forks.
 
     Args:
         url: base address; without a scheme, ``http://`` is assumed.
@@ -331,9 +247,9 @@ class HTTPSession:
         max_body_bytes: larger answers are refused.
         until: deadline of all calls together, in seconds of `time.monotonic`.
         check: called with a similar session before each `call`, within its deadline, until it has succeeded once.
-        keep_s: how long an idle connection on the shared event loop is kept, in seconds; choose less than the server's
-            own keep-alive (uvicorn: 5 s). A call over a connection that the server was just closing is sent once more,
-            so that only sessions whose calls may be repeated should keep connections.
+        keep_s: how long an idle connection is kept, in seconds; choose less than the server's own keep-alive (uvicorn:
+            5 s). A call over a connection that the server was just closing is sent once more, so that only sessions
+            whose calls may be repeated should keep connections.
 
     Raises:
         ConfigError: the address is invalid, or a header cannot carry a key.
@@ -392,15 +308,12 @@ class HTTPSession:
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Run `exchange` from any thread, on this process's shared event loop."""
+        """Run `exchange` from any thread but the loop's; raises also as `run` and as the session's ``check``."""
         until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
         if self._check is not None:  # concurrent threads may each run it
             self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
             self._check = None
-        exchange = self.exchange(method, route, body, query=query, timeout_s=until - time.monotonic())
-        if can_wait():
-            return run(exchange)
-        return in_thread(partial(asyncio.run, exchange), HTTP).result()
+        return run(self.exchange(method, route, body, query=query, timeout_s=until - time.monotonic()))
 
     async def exchange(
         self,
@@ -412,7 +325,7 @@ class HTTPSession:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Call a route and return its answer, whatever the status.
+        """Call a route, on the loop of `run` and `begin`, and return its answer, whatever the status.
 
         Args:
             body: sent as JSON; None for no body.
@@ -422,12 +335,11 @@ class HTTPSession:
             EngineUnreachableError: nothing listens at the address, or the connection broke.
             EngineRefusedError: the server redirects, or its answer exceeds ``max_body_bytes``.
             DeadlineError: the answer is not complete in time.
-            ConfigError: SSL_CERT_FILE or SSL_CERT_DIR cannot be read.
         """
         limit_s = max(_SHORTEST_S, self.left_s if timeout_s is None else timeout_s)
         until, where = time.monotonic() + limit_s, f"{method} {self.url}{route}"
         url = URL(self.url + route + (f"?{urlencode(query, doseq=True)}" if query else ""), encoded=True)
-        given: dict[str, Any] = {"allow_redirects": False, "ssl": authorities() if url.scheme == "https" else True}
+        given: dict[str, Any] = {"allow_redirects": False}
         if body is not None:
             given["data"] = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             headers = {**(headers or {}), "content-type": "application/json"}
@@ -473,37 +385,26 @@ class HTTPSession:
             timeout = aiohttp.ClientTimeout(total=left_s, connect=_CONNECT_S)
             return await client.request(method, url, timeout=timeout, trace_request_ctx=reused, **how)
 
-        async with AsyncExitStack() as stack:
-            reused: list[bool] = []
+        reused: list[bool] = []
+        if self._keep_s:
             try:
-                response = await send(await stack.enter_async_context(self._client()), reused)
+                response = await send(self._keeping(), reused)
             except aiohttp.ClientConnectionError:
                 if not reused:
                     raise
-                response = await send(await stack.enter_async_context(self._client(fresh=True)), reused)
-            yield await stack.enter_async_context(response)
+            else:
+                async with response:
+                    yield response
+                return
+        async with _client(force_close=True) as client, await send(client, reused) as response:
+            yield response
 
-    @asynccontextmanager
-    async def _client(self, *, fresh: bool = False) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yield the running loop's client, or a temporary one for this call; if ``fresh``, in any case."""
+    def _keeping(self) -> aiohttp.ClientSession:
+        """Return the client that keeps connections."""
         loop = asyncio.get_running_loop()
-        kept = self._keep_s and not fresh and not can_wait()  # a caller's loop may end at any time
-        client = None if fresh else self._kept.get(loop)
-        if client is None or client.closed:
-            keep: dict[str, Any] = {"keepalive_timeout": self._keep_s} if kept else {"force_close": True}
-            client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, resolver=Resolver(), **keep),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-                trace_configs=[_reuse()],
-            )
-            if kept:
-                self._kept[loop] = client
-        try:
-            yield client
-        finally:
-            if not kept:
-                await client.close()
+        if loop not in self._kept or self._kept[loop].closed:
+            self._kept[loop] = _client(keepalive_timeout=self._keep_s)
+        return self._kept[loop]
 
     async def _read(self, response: aiohttp.ClientResponse, where: str) -> Answer:
         found = bytearray()
@@ -518,15 +419,20 @@ class HTTPSession:
         return Answer(where=where, status=response.status, text=found.decode("utf-8", "replace"))
 
 
-def _reuse() -> aiohttp.TraceConfig:
-    """Return the trace that notes, in the list that a request brings as its context, that a connection is reused."""
+def _client(**connections: Any) -> aiohttp.ClientSession:
+    """Return a client that notes, in the list that a request brings as its context, that a connection is reused."""
 
     async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
         context.trace_request_ctx.append(True)
 
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(note)
-    return trace
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, **connections),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        trace_configs=[trace],
+    )
 
 
 def _drop(kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:

@@ -2,9 +2,6 @@
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
-
-import httpx
 
 from tests.processes import WAIT_S
 
@@ -39,20 +36,3 @@ async def started(running, busy):
             return True
         await asyncio.sleep(0.005)
     return False
-
-
-def aborted(url, call):
-    """What ``call()`` returns although the engine aborts what runs; called again where it was over before that."""
-    until = time.monotonic() + WAIT_S
-    with ThreadPoolExecutor(1) as pool:
-        while time.monotonic() < until:
-            running = pool.submit(call)
-            while not running.done() and not httpx.get(f"{url}/load", verify=False).json()["server_load"]:
-                pass
-            httpx.post(f"{url}/pause", params={"mode": "abort"}).raise_for_status()
-            met = not running.done()
-            httpx.post(f"{url}/resume").raise_for_status()
-            found = running.result(WAIT_S)
-            if met:
-                return found
-    raise AssertionError("no abort came before the end of what was to be aborted")

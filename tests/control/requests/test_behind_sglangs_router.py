@@ -31,7 +31,7 @@ def test_no_field_of_the_dialect_is_one_that_the_router_drops():
     more = {"min_tokens": 1, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "ignore_eos": True}
     asked = GenerationRequest(token_ids=(1,), n=2, seed=7, stop_token_ids=(9,), logprobs=True, more=more)
     for one in (asked, dataclasses.replace(asked, adapter="policy")):
-        body = SGLangDialect().body(one)
+        body = SGLangDialect.ask(one)
         assert body.keys() <= FIELDS and body["sampling_params"].keys() <= SAMPLING
 
 
@@ -77,7 +77,8 @@ def test_pools_of_sglang_are_both_asked_and_told_where_they_meet():
 
 
 @pytest.mark.engine
-def test_session_stays_on_one_engine_while_sessions_use_both():
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+def test_session_stays_on_one_engine_while_sessions_use_both(make):
     """The router is real, the engines are not: each answers with tokens of its own."""
 
     class Named(Engine):
@@ -91,8 +92,7 @@ def test_session_stays_on_one_engine_while_sessions_use_both():
 
     with serving(Named(1)) as first, serving(Named(2)) as second:
         infos = [tx.EngineInfo(url=engine.url, kind="sglang") for engine in (first, second)]
-        with Routing(infos, **settings_for_router("sglang")) as routing:
-            assert {worker.url for worker in routing.router.workers()} == {first.url, second.url}
+        with Routing(infos, make=make, **settings_for_router(make)) as routing:
             client = RemoteInferenceClient.of(routing, timeout_s=60, tokenizer=tiny_tokenizer())
             sessions = [f"s{i}" for i in range(20)] * 3
             batch = {"prompt_token_ids": [PROMPT] * len(sessions), "session_ids": sessions}

@@ -1,19 +1,14 @@
 """Keys and values are reused by version: what is sent with the first and with later turns of a conversation."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 
-import pytest
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 import torchrl_ext as tx
 from tests.control import sockets
 from tests.control.requests.inputs import TEMPLATE, prompts
-from tests.control.requests.test_dialects import REQUEST
 from tests.models import tiny_tokenizer
-from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.control.requests.dialects import SGLangDialect, VLLMDialect
 
 
 @contextmanager
@@ -31,22 +26,6 @@ def salts(server):
     found = [body.get("cache_salt") for _, _, body in server.calls]
     server.calls.clear()
     return found
-
-
-def test_each_engine_has_a_field_of_its_own():
-    keyed = replace(REQUEST, cache_key="weights-3")
-    assert VLLMDialect().body(keyed) == {**VLLMDialect().body(REQUEST), "cache_salt": "weights-3"}
-    assert SGLangDialect().body(keyed) == {**SGLangDialect().body(REQUEST), "extra_key": "weights-3"}
-
-
-def test_a_client_sends_one_version_per_prompt():
-    with serving() as server:
-        server.client.generate([[1], [2]], cache_versions=[3, 4])
-        assert sorted(salts(server)) == ["weights-3", "weights-4"]
-        server.client.generate([[1]])
-        assert salts(server) == [None]
-        with pytest.raises(ConfigError, match="1 cache_versions for 2 prompts"):
-            server.client.generate([[1], [2]], cache_versions=[3])
 
 
 def test_conversation_keeps_the_cache_version_of_its_first_turn():

@@ -1,29 +1,61 @@
-"""The inference client against a real server, and against one that says what a test wants."""
+"""The inference client against an embedded engine, and against engines that say what a test wants."""
 
+import itertools
 import pickle
 import threading
-import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
-import httpx
 import pytest
 
-from tests.control.requests.aborts import aborted
 from tests.control.servers import in_turn
 from tests.fakes import FakeEngine
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import WAIT_S
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.base.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    RouteAbsent,
+)
 from torchrl_ext.control.requests.client import Generation, InferenceClient, VersionSpan
+from torchrl_ext.control.serving.processes import free_port
 
 ROUTE = "POST /inference/v1/generate"
 
 
+def part(*tokens, reason="abort", version=1):
+    spans = [{"version": str(version), "start": 0, "end": len(tokens)}]
+    logprobs = {"content": [{"logprob": -0.1 * token} for token in tokens]}
+    return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, "weight_versions": spans}
+
+
+def whole(*tokens):
+    return 200, {"choices": [part(*tokens, reason="stop")]}
+
+
+@pytest.fixture
+def engines():
+    """Makes engines that answer requests for tokens as ``answer`` says."""
+    with ExitStack() as ends:
+
+        def make(*answers):
+            made = [ends.enter_context(FakeEngine("vllm")) for _ in answers]
+            for engine, answer in zip(made, answers, strict=True):
+                engine.answers[ROUTE] = answer
+            return made
+
+        yield make
+
+
 @pytest.fixture
 def client(server):
-    made = InferenceClient(server.url)
-    yield made
-    made.close()
+    with InferenceClient(server.url) as made:
+        yield made
+
+
+# what is asked for, of an embedded engine
 
 
 def test_generation_has_logprobs_finish_reason_and_versions(client):
@@ -36,107 +68,6 @@ def test_generation_has_logprobs_finish_reason_and_versions(client):
     stop = greedy(tiny_model(0), PROMPT, 3)[-1]
     (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, stop_token_ids=[stop])
     assert found.finish_reason == "stop" and found.token_ids[-1] == stop
-
-
-def test_generation_continues_after_an_engine_aborts_requests(server, client):
-    """A request that an engine aborts is continued; its partial tokens are never returned as the result."""
-    settings = {"max_tokens": 100, "ignore_eos": True}
-    prompts = [PROMPT, PROMPT[:3]]
-    found = aborted(server.url, lambda: client.generate(prompts, temperature=0.0, **settings))
-    assert [one.token_ids for one in found] == [tuple(greedy(tiny_model(0), prompt, 100)) for prompt in prompts]
-    assert {one.finish_reason for one in found} == {"length"}
-    drawn = aborted(server.url, lambda: client.generate(prompts, n=3, seed=4, **settings))
-    assert [len(one.token_ids) for one in drawn] == [100] * 6
-    assert len({one.token_ids for one in drawn}) == 6
-
-
-def test_missing_generate_route_error_hints_at_connect():
-    """A 404 from an engine of another kind raises RouteAbsent, whose hint names InferenceClient.connect."""
-    with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url)) as client:
-        with pytest.raises(RouteAbsent, match="answered 404") as refused:
-            client.generate([PROMPT], max_tokens=2)
-        assert refused.value.status == 404 and "InferenceClient.connect" in refused.value.hint
-        assert refused.value.expected == "an engine with the route /inference/v1/generate"
-
-
-def part(*tokens, reason="abort", version=1):
-    spans = [{"version": str(version), "start": 0, "end": len(tokens)}]
-    logprobs = {"content": [{"logprob": -0.1 * token} for token in tokens]}
-    return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, "weight_versions": spans}
-
-
-def test_continuation_requests_remaining_tokens_until_deadline():
-    answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
-    with FakeEngine("vllm") as engine:
-        engine.answers[ROUTE] = in_turn(*((200, answer) for answer in answers))
-        with closing(InferenceClient(engine.url)) as client:
-            (found,) = client.generate([[7, 8]], max_tokens=5, seed=40)
-        bodies = [call.body for call in engine.calls]
-        engine.answers[ROUTE] = (200, {"choices": [part()]})
-        late = pytest.raises(DeadlineError, match=engine.url)
-        with closing(InferenceClient(engine.url, timeout_s=0.5)) as client, late:
-            client.generate([[7, 8]])
-    assert found.token_ids == (1, 2, 3) and found.logprobs == pytest.approx((-0.1, -0.2, -0.3))
-    assert found.finish_reason == "stop" and found.token_versions() == [1, 1, 2]
-    settings = [(body["sampling_params"]["max_tokens"], body["sampling_params"]["seed"]) for body in bodies]
-    assert [body["token_ids"] for body in bodies] == [[7, 8], [7, 8, 1, 2], [7, 8, 1, 2]]
-    assert settings == [(5, 40), (3, 42), (3, 42)]
-
-
-def test_aborted_request_with_stop_strings_restarts():
-    """A stop string may begin before the abort and end after it, and this client cannot read tokens."""
-    with FakeEngine("vllm") as engine:
-        answers = [{"choices": [part(1, 2)]}, {"choices": [part(1, 2, 3, reason="stop")]}]
-        engine.answers[ROUTE] = in_turn(*((200, answer) for answer in answers))
-        client = InferenceClient(engine.url)
-        (found,) = client.generate([[7, 8]], max_tokens=5, stop=["END"])
-        client.close()
-    assert found.token_ids == (1, 2, 3)
-    assert [call.body["token_ids"] for call in engine.calls] == [[7, 8], [7, 8]]
-
-
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_engine_answering_unavailable_is_retired_temporarily(status):
-    """An engine that cannot answer now gets no requests for retire_s seconds; other engines serve them."""
-    with FakeEngine("vllm") as busy, FakeEngine("vllm") as free:
-        busy.answers[ROUTE] = in_turn((status, {"detail": "later"}), (200, {"choices": [part(2, reason="stop")]}))
-        free.answers[ROUTE] = (200, {"choices": [part(1, reason="stop")]})
-        with closing(InferenceClient([busy.url, free.url], retire_s=0.5)) as client:
-            for _ in range(2):
-                assert client.generate([[7]])[0].token_ids == (1,)
-            assert len(busy.calls) == 1
-            time.sleep(0.6)
-            assert client.generate([[7]])[0].token_ids == (2,)
-
-
-def test_persistent_client_alone_retries_until_the_deadline(caplog):
-    """Only a persistent client repeats a request after a temporary refusal, until its deadline."""
-    later = (503, {"detail": "nobody is behind this router"})
-    good = (200, {"choices": [part(1, reason="stop")]})
-    with FakeEngine("vllm") as router:
-        router.answers[ROUTE] = in_turn(later, later, later, good)
-        with closing(InferenceClient(router.url, persistent=True)) as client:
-            assert client.generate([[7]])[0].token_ids == (1,)
-        warnings = [record.getMessage() for record in caplog.records if "got no answer" in record.getMessage()]
-        assert len(warnings) == 1 and router.url in warnings[0] and "nobody is behind" in warnings[0]
-        router.answers[ROUTE] = later
-        for settings, error in (({"persistent": True, "timeout_s": 1.0}, DeadlineError), ({}, EngineRefusedError)):
-            with closing(InferenceClient(router.url, **settings)) as client, pytest.raises(error, match="nobody"):
-                client.generate([[7]])
-
-
-def test_session_id_travels_in_both_router_headers():
-    """Each request carries its session id in the headers of the vLLM router and of the SGLang router."""
-    with FakeEngine("vllm") as router, closing(InferenceClient(router.url)) as client:
-        router.answers[ROUTE] = lambda body: (200, {"choices": [part(1, reason="stop")]})
-        client.generate([[1], [2]], session_ids=["a", None])
-        found = {
-            call.body["token_ids"][0]: {call.headers.get("x-session-id"), call.headers.get("x-smg-routing-key")}
-            for call in router.calls
-        }
-        assert found == {1: {"a"}, 2: {None}}
-        with pytest.raises(ConfigError, match="1 session_ids for 2 prompts"):
-            client.generate([[1], [2]], session_ids=["a"])
 
 
 def test_a_seed_repeats_a_batch_and_differs_within_it(client):
@@ -155,41 +86,184 @@ def test_bad_prompt_is_refused_and_no_prompts_give_no_results(client):
     assert client.generate([]) == []
 
 
-def test_a_requester_that_leaves_frees_the_engine(server):
-    """The engine drops a request whose connection is gone, so it cannot be blocked by the dead."""
-    with pytest.raises(DeadlineError):
-        InferenceClient(server.url).generate([PROMPT], n=64, max_tokens=500, timeout_s=0.2, ignore_eos=True)
-    freed = threading.Event()
-    for _ in range(600):
-        if httpx.get(f"{server.url}/load", verify=False).json()["server_load"] == 0:
-            break
-        freed.wait(0.05)
-    else:
-        pytest.fail("the abandoned request still runs")
+# aborts
 
 
-def test_the_first_error_ends_every_other_request_at_once(server):
-    client = InferenceClient(server.url, timeout_s=10)
-    before = set(threading.enumerate())
-    httpx.post(f"{server.url}/pause", params={"mode": "keep"})
-    try:
-        with pytest.raises(EngineRefusedError, match="no token 99999"):
-            client.generate([PROMPT] * 8 + [[99_999]], max_tokens=4)
-        assert len(set(threading.enumerate()) - before) <= 1  # the one that all clients share
-    finally:
-        httpx.post(f"{server.url}/resume")
-    assert len(client.generate([PROMPT] * 2, max_tokens=4)) == 2
-    client.close()
+def test_continuation_requests_remaining_tokens_until_deadline(engines):
+    answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
+    (engine,) = engines(in_turn(*((200, answer) for answer in answers)))
+    with InferenceClient(engine.url) as client:
+        (found,) = client.generate([[7, 8]], max_tokens=5, seed=40)
+    bodies = [call.body for call in engine.calls]
+    assert found.token_ids == (1, 2, 3) and found.logprobs == pytest.approx((-0.1, -0.2, -0.3))
+    assert found.finish_reason == "stop" and found.token_versions() == [1, 1, 2]
+    settings = [(body["sampling_params"]["max_tokens"], body["sampling_params"]["seed"]) for body in bodies]
+    assert [body["token_ids"] for body in bodies] == [[7, 8], [7, 8, 1, 2], [7, 8, 1, 2]]
+    assert settings == [(5, 40), (3, 42), (3, 42)]
+    engine.answers[ROUTE] = (200, {"choices": [part()]})
+    with InferenceClient(engine.url, timeout_s=0.3) as client, pytest.raises(DeadlineError, match=engine.url):
+        client.generate([[7, 8]])
 
 
-def test_close_ends_running_requests_and_next_call_reconnects():
+def test_only_aborted_continuations_of_a_prompt_are_continued(engines):
+    (engine,) = engines(in_turn((200, {"choices": [part(1, reason="stop"), part(2) | {"index": 1}]}), whole(3)))
+    with InferenceClient(engine.url) as client:
+        first, second = client.generate([[7]], n=2, seed=40)
+    assert (first.token_ids, second.token_ids) == ((1,), (2, 3))
+    asked = engine.calls[-1].body
+    assert (asked["token_ids"], asked["sampling_params"]["n"], asked["sampling_params"]["seed"]) == ([7, 2], 1, 42)
+
+
+def test_aborted_request_with_stop_strings_restarts(engines):
+    """A stop string may begin before the abort and end after it, and this client cannot read tokens."""
+    (engine,) = engines(in_turn((200, {"choices": [part(1, 2)]}), whole(1, 2, 3)))
+    with InferenceClient(engine.url) as client:
+        (found,) = client.generate([[7, 8]], max_tokens=5, stop=["END"])
+    assert found.token_ids == (1, 2, 3)
+    assert [call.body["token_ids"] for call in engine.calls] == [[7, 8], [7, 8]]
+
+
+# several engines, and failures
+
+
+def test_engines_share_prompts_within_cap_and_order_is_kept(engines):
+    """Engines share the prompts, none has more than its cap, and the answers keep their order."""
+    running, most, lock, all_at_once = [0, 0], [0, 0], threading.Lock(), threading.Barrier(8)
+
+    def answering(i):
+        def answer(body):
+            with lock:
+                running[i] += 1
+                most[i] = max(most[i], running[i])
+            all_at_once.wait(WAIT_S)
+            with lock:
+                running[i] -= 1
+            return whole(body["token_ids"][0])
+
+        return answer
+
+    urls = [engine.url for engine in engines(answering(0), answering(1))]
+    with InferenceClient(urls, max_concurrency=4) as client:
+        found = client.generate([[i] for i in range(16)])
+    assert [one.token_ids for one in found] == [(i,) for i in range(16)]
+    assert most == [4, 4]
+
+
+def test_an_engine_that_stands_still_is_named_by_the_deadline(engines):
+    over = threading.Event()
+    quick, still = engines(whole(1), lambda body: (over.wait(WAIT_S), whole(1))[1])
+    with InferenceClient([quick.url, still.url]) as client:
+        with pytest.raises(DeadlineError, match=f"^{still.url} answered too late") as late:
+            client.generate([[7]] * 4, timeout_s=0.5)
+        over.set()
+    assert quick.url not in late.value.what
+
+
+def test_prompts_of_a_lost_engine_go_to_the_other_engine(engines):
+    """A lost engine's prompts go to the other engine; with none left, the error names both."""
+    lost, left = engines(whole(1), whole(2))
+    for _ in range(20):
+        lost.inject("lose", ROUTE)
+    with InferenceClient([lost.url, left.url]) as client:
+        assert [one.token_ids for one in client.generate([[7]] * 8)] == [(2,)] * 8
+        for _ in range(2):  # the second time over a new connection
+            left.inject("lose", ROUTE)
+        with pytest.raises(EngineUnreachableError, match=f"none of 2 engines.*{lost.url}.*{left.url}"):
+            client.generate([[7]])
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_engine_answering_unavailable_is_retired_temporarily(engines, status):
+    """An engine that cannot answer now gets no requests for retire_s seconds; other engines serve them."""
+    busy, free = engines(in_turn((status, {"detail": "later"}), whole(2)), whole(1))
+    for retire_s, then in ((60.0, (1,)), (0.0, (2,))):
+        busy.calls.clear()
+        busy.answers[ROUTE] = in_turn((status, {"detail": "later"}), whole(2))
+        with InferenceClient([busy.url, free.url], retire_s=retire_s) as client:
+            assert client.generate([[7]])[0].token_ids == (1,)
+            assert client.generate([[7]])[0].token_ids == then
+
+
+def test_persistent_client_alone_retries_until_the_deadline(engines, caplog):
+    """Only a persistent client repeats a request after a temporary refusal, until its deadline."""
+    later = (503, {"detail": "nobody is behind this router"})
+    (router,) = engines(in_turn(later, later, later, whole(1)))
+    with InferenceClient(router.url, persistent=True) as client:
+        assert client.generate([[7]])[0].token_ids == (1,)
+    warnings = [record.getMessage() for record in caplog.records if "got no answer" in record.getMessage()]
+    assert len(warnings) == 1 and router.url in warnings[0] and "nobody is behind" in warnings[0]
+    router.answers[ROUTE] = later
+    for settings, error in (({"persistent": True, "timeout_s": 0.3}, DeadlineError), ({}, EngineRefusedError)):
+        with InferenceClient(router.url, **settings) as client, pytest.raises(error, match="nobody"):
+            client.generate([[7]])
+
+
+def test_missing_generate_route_error_hints_at_connect():
+    """A 404 from an engine of another kind raises RouteAbsent, whose hint names InferenceClient.connect."""
+    with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url)) as client:
+        with pytest.raises(RouteAbsent, match="answered 404") as refused:
+            client.generate([PROMPT], max_tokens=2)
+        assert refused.value.status == 404 and "InferenceClient.connect" in refused.value.hint
+        assert refused.value.expected == "an engine with the route /inference/v1/generate"
+
+
+def test_the_first_error_ends_every_other_request_at_once(engines):
+    over, asked = threading.Event(), itertools.count()
+
+    def answer(body):
+        if body["token_ids"] == [9]:
+            return 400, {"detail": "no token 9"}
+        next(asked)
+        over.wait(WAIT_S)
+        return whole(1)
+
+    (engine,) = engines(answer)
+    with InferenceClient(engine.url) as client:
+        with pytest.raises(EngineRefusedError, match="no token 9"):
+            client.generate([[7]] * 8 + [[9]])
+        over.set()
+        assert len(client.generate([[7]] * 2)) == 2
+
+
+def test_addresses_that_cannot_work_are_refused():
+    url = f"127.0.0.1:{free_port()}"
+    for urls, words in (([], "no engine"), ([url, url], "twice")):
+        with pytest.raises(ConfigError, match=words):
+            InferenceClient(urls)
+    with pytest.raises(ConfigError, match=r"no engine called .steam.*sglang"):
+        InferenceClient(url, kind="steam")
+    with pytest.raises(ConfigError, match="2 kinds for 1"):
+        InferenceClient([url], kind=["vllm", "vllm"])
+    with pytest.raises(EngineUnreachableError, match=url):
+        InferenceClient.connect(url)
+
+
+# sessions, and the life of a client
+
+
+def test_each_prompt_has_its_session_and_its_cache_version(engines):
+    """The session id travels in the headers of the vLLM router and of the SGLang router."""
+    (router,) = engines(whole(1))
+    with InferenceClient(router.url) as client:
+        client.generate([[1], [2]], session_ids=["a", None], cache_versions=[3, 4])
+        client.generate([[3]])
+        for name in ("session_ids", "cache_versions"):
+            with pytest.raises(ConfigError, match=f"1 {name} for 2 prompts"):
+                client.generate([[1], [2]], **{name: [3]})
+    names = ("x-session-id", "x-smg-routing-key")
+    found = {call.body["token_ids"][0]: {call.headers.get(name) for name in names} for call in router.calls}
+    salts = {call.body["token_ids"][0]: call.body.get("cache_salt") for call in router.calls}
+    assert found == {1: {"a"}, 2: {None}, 3: {None}} and salts == {1: "weights-3", 2: "weights-4", 3: None}
+
+
+def test_close_ends_running_requests_and_next_call_reconnects(engines):
     """Closing a client ends its running requests; a later call opens a new connection."""
     arrived, leave, said = threading.Event(), threading.Event(), []
 
     def slow(body):
         arrived.set()
         leave.wait(WAIT_S)
-        return 200, {"choices": [part(1, reason="stop")]}
+        return whole(1)
 
     def ask():
         try:
@@ -197,17 +271,16 @@ def test_close_ends_running_requests_and_next_call_reconnects():
         except EngineError as error:
             said.append(str(error))
 
-    with FakeEngine("vllm") as engine:
-        engine.answers[ROUTE] = slow
-        client = InferenceClient(engine.url, timeout_s=20)
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        assert arrived.wait(WAIT_S)
-        client.close()
-        client.close()
-        thread.join(5)
-        leave.set()
-        assert len(said) == 1 and "the client was closed" in said[0]
-        for one in (client, pickle.loads(pickle.dumps(client))):
-            assert len(one.generate([PROMPT], max_tokens=2)) == 1
-            one.close()
+    (engine,) = engines(slow)
+    client = InferenceClient(engine.url, timeout_s=20)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert arrived.wait(WAIT_S)
+    client.close()
+    client.close()
+    thread.join(5)
+    leave.set()
+    assert len(said) == 1 and "the client was closed" in said[0]
+    for one in (client, pickle.loads(pickle.dumps(client))):
+        assert len(one.generate([PROMPT], max_tokens=2)) == 1
+        one.close()

@@ -1,18 +1,25 @@
 """Requests and answers, word by word, as each engine's own documentation has them."""
 
 from tests.fakes import FakeEngine
-from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.requests.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.control.requests.generation import GenerationRequest, VersionSpan
 
 REQUEST = GenerationRequest(
-    token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}
+    token_ids=(1, 2),
+    n=2,
+    max_tokens=3,
+    temperature=0.5,
+    seed=7,
+    stop_token_ids=(9,),
+    more={"min_tokens": 1},
+    adapter="policy",
+    cache_key="weights-3",
 )
 
 
 def test_vllm_makes_all_continuations_of_a_prompt_in_one_request():
-    assert VLLMDialect().body(REQUEST) == {
+    assert VLLMDialect.ask(REQUEST) == {
         "token_ids": [1, 2],
         "sampling_params": {
             "n": 2,
@@ -23,49 +30,40 @@ def test_vllm_makes_all_continuations_of_a_prompt_in_one_request():
             "stop_token_ids": [9],
             "seed": 7,
         },
+        "model": "policy",
+        "cache_salt": "weights-3",
     }
 
 
 def test_sglang_gets_one_prompt_and_one_map_of_settings():
     sampling = {"max_new_tokens": 3, "temperature": 0.5, "min_new_tokens": 1, "stop_token_ids": [9]}
-    assert SGLangDialect().body(REQUEST) == {
+    assert SGLangDialect.ask(REQUEST) == {
         "input_ids": [1, 2],
         "sampling_params": sampling | {"sampling_seed": 7, "n": 2},
         "return_logprob": True,
+        "lora_path": "policy",
+        "extra_key": "weights-3",
     }
     assert SGLangDialect.one_seed_per_request and not VLLMDialect.one_seed_per_request
-    assert [SGLangDialect().body(one)["sampling_params"] for one in REQUEST.split()] == [
+    assert [SGLangDialect.ask(one)["sampling_params"] for one in REQUEST.split()] == [
         sampling | {"sampling_seed": 7},
         sampling | {"sampling_seed": 8},
     ]
 
 
-def _router(body):
-    """As vLLM's router and SGLang's read ``/generate``: typed fields, and what is of another type is HTTP 422."""
-    sampling = body["sampling_params"]
-    if not isinstance(sampling, dict):
-        return 422, "Failed to deserialize the JSON body into the target type: sampling_params: invalid type: sequence"
-    told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
-    rows = [
-        {"output_ids": [sampling.get("sampling_seed", -1), j], "meta_info": told} for j in range(sampling.get("n", 1))
-    ]
-    return 200, rows[0] if len(rows) == 1 else rows
+def test_sglang_gets_a_request_for_each_seed():
+    def answer(body):
+        seed, count = body["sampling_params"].get("sampling_seed", -1), body["sampling_params"].get("n", 1)
+        told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+        rows = [{"output_ids": [seed, j], "meta_info": told} for j in range(count)]
+        return 200, rows[0] if count == 1 else rows
 
-
-def test_sglang_behind_a_router_generates_with_seeds_and_without():
-    with FakeEngine("sglang") as router:
-        router.answers["POST /generate"] = _router
-        client = InferenceClient(router.url, kind="sglang")
+    with FakeEngine("sglang") as engine, InferenceClient(engine.url, kind="sglang") as client:
+        engine.answers["POST /generate"] = answer
         seeded = client.generate([[1], [2]], n=2, seed=5, max_tokens=2)
         drawn = client.generate([[1], [2]], n=2, max_tokens=2)
-        client.close()
-        remote = RemoteInferenceClient(proxy_url=router.url, server_urls=[router.url], kind="sglang")
-        body = {"prompt": {"chunks": [{"tokens": [1]}]}, "num_samples": 2, "sampling_params": {"seed": 5}}
-        samples = remote.run(remote.sample({"json": body}))["sequences"]
-        remote.close()
     assert [one.token_ids for one in seeded] == [(5, 0), (6, 0), (7, 0), (8, 0)]
     assert [one.token_ids for one in drawn] == [(-1, 0), (-1, 1)] * 2
-    assert [one["tokens"] for one in samples] == [[5, 0], [6, 0]]
 
 
 def test_versions_are_read_from_spans_or_one_label():
@@ -73,8 +71,8 @@ def test_versions_are_read_from_spans_or_one_label():
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
     with_spans = {"output_ids": [4, 9], "meta_info": {**told, "weight_version": "3", "weight_versions": spans}}
     without = {"output_ids": [4, 9], "meta_info": {**told, "weight_version": "3"}}
-    first, second = SGLangDialect().read([with_spans, without])
+    first, second = SGLangDialect.read([with_spans, without])
     assert first.token_ids == (4, 9) and first.logprobs == (-0.5, -1) and first.finish_reason == "stop"
     assert first.token_versions() == [0, 3]
     assert second.weight_versions == (VersionSpan(version="3", start=0, end=2),)
-    assert SGLangDialect().read(without) == [second]
+    assert SGLangDialect.read(without) == [second]

@@ -5,8 +5,8 @@ import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,7 +15,7 @@ import pytest
 
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.base.errors import DeadlineError, EngineError
-from torchrl_ext.control.serving.processes import GuardedProcess, free_port
+from torchrl_ext.control.serving.processes import GuardedProcess, free_port, wait_until_healthy
 
 SERVER = textwrap.dedent(
     """
@@ -32,6 +32,7 @@ SERVER = textwrap.dedent(
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     """
 )
+NOWHERE = "http://127.0.0.1:1"
 STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
 """Its child has to be killed, for which it is given some seconds."""
 
@@ -41,11 +42,14 @@ def impatient(monkeypatch):
     monkeypatch.setattr("torchrl_ext.control.serving.processes._GRACE_S", 1.5)
 
 
-def start_of(code, **settings):
-    """Start a server of this code at a port of its own; it prints without delay."""
+@contextmanager
+def started(code, **settings):
+    """A healthy server of this code at a port of its own; it prints without delay."""
     port = free_port()
     command = [sys.executable, "-u", "-c", code, str(port)]
-    return GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
+    with GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings) as server:
+        wait_until_healthy([server])
+        yield server
 
 
 def gone(pid, within_s=20.0):
@@ -62,7 +66,7 @@ def gone(pid, within_s=20.0):
 
 def test_server_stop_ends_children_and_removes_unnamed_log():
     """A server starts and logs; its end also ends its children and removes a log without a given path."""
-    with start_of(STUBBORN) as server:
+    with started(STUBBORN) as server:
         child = int(httpx.get(server.url).text)
         assert server.alive() and psutil.pid_exists(server.pid) and psutil.pid_exists(child)
         assert "listening" in server.log() and server.log_path.exists()
@@ -85,7 +89,7 @@ def test_only_shared_memory_of_the_ended_server_is_removed(tmp_path):
     stem = f"/dev/shm/left_behind_{os.getpid()}"
     mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
     try:
-        with start_of(MAPPING.format(names=[str(mine), str(other)]) + SERVER, shared_memory=(mine.name,)):
+        with started(MAPPING.format(names=[str(mine), str(other)]) + SERVER, shared_memory=(mine.name,)):
             assert mine.exists() and other.exists()
         assert other.exists() and not mine.exists()
     finally:
@@ -99,8 +103,8 @@ def test_server_that_ends_while_starting_shows_its_log(tmp_path):
     log.write_text("OSError: yesterday\n")
     code = "print('OSError: no space left'); print('x' * 9000); raise RuntimeError('see above')"
     words = "printed: OSError: no space left; RuntimeError: see above; its log ends with: x"
-    with pytest.raises(EngineError, match=words) as caught:
-        start_of(code, log_path=log)
+    with pytest.raises(EngineError, match=words) as caught, started(code, log_path=log):
+        pass
     assert "yesterday" not in str(caught.value) and str(log) in str(caught.value)
     assert log.read_text().startswith("OSError: yesterday\n")
 
@@ -109,34 +113,20 @@ def test_missing_program_or_log_folder_leaves_no_file_behind(tmp_path, monkeypat
     """A program or log folder that does not exist is an error, and no temporary file stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match="/no/such/program"):
-        GuardedProcess(["/no/such/program"], name="toy")
+        GuardedProcess(["/no/such/program"], name="toy", url=NOWHERE)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        GuardedProcess(["true"], name="toy", log_path=tmp_path / "nowhere" / "log")
+        GuardedProcess(["true"], name="toy", url=NOWHERE, log_path=tmp_path / "nowhere" / "log")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_server_that_is_never_healthy_ends_at_the_deadline(tmp_path):
-    command = ["sh", "-c", "echo $$; exec sleep 600"]  # which says so at once, also beside much else
-    log = tmp_path / "log"
-    with pytest.raises(DeadlineError, match=r"not healthy within 2 s"):
-        GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, start_timeout_s=2)
-    text = log.read_text().split()
-    assert text and gone(int(text[0]))
-
-
-def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
-    command = [sys.executable, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"]
-    log, cancel = tmp_path / "log", threading.Event()
-
-    def give_up():
-        while not (log.exists() and log.read_text().endswith("\n")):
-            time.sleep(0.01)
-        cancel.set()
-
-    threading.Thread(target=give_up, daemon=True).start()
-    with pytest.raises(EngineError, match="was abandoned"):
-        GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
-    assert gone(int(log.read_text()))
+def test_server_that_is_never_healthy_is_late(tmp_path):
+    command = ["sh", "-c", "echo $$; exec sleep 600"]
+    how = {"name": "toy", "url": NOWHERE, "log_path": tmp_path / "log", "start_timeout_s": 0.5}
+    with GuardedProcess(command, **how) as server:
+        late = pytest.raises(DeadlineError, match=rf"not healthy within 0\.5 s; its log ends with: {server.pid}")
+        with late:
+            wait_until_healthy([server])
+    assert gone(server.pid)
 
 
 ORPHANED = SERVER.replace("import signal;", "import os, signal;").replace(
@@ -157,7 +147,7 @@ def last_number(log):
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_daemon_in_its_own_session_ends_with_its_server(tmp_path, how):
-    with start_of(ORPHANED, log_path=tmp_path / "log") as server:
+    with started(ORPHANED, log_path=tmp_path / "log") as server:
         daemon = last_number(tmp_path / "log")
         assert psutil.pid_exists(daemon)
         if how == "kill":
@@ -169,9 +159,10 @@ def test_daemon_in_its_own_session_ends_with_its_server(tmp_path, how):
 FORKING = textwrap.dedent(
     """
     import os, signal, sys
-    from torchrl_ext.control.serving.processes import GuardedProcess
+    from torchrl_ext.control.serving.processes import GuardedProcess, wait_until_healthy
     port, code = sys.argv[1:]
     server = GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+    wait_until_healthy([server])
     worker = os.fork()  # as a DataLoader does: it holds whatever we have open
     if not worker:
         signal.pause()
@@ -204,45 +195,16 @@ def test_a_forked_child_of_the_parent_keeps_no_server_alive(tmp_path, how):
 
 
 def test_a_server_ends_with_its_guard():
-    with start_of(SERVER) as server:
+    with started(SERVER) as server:
         child = int(httpx.get(server.url).text)
         os.kill(server._guard.pid, signal.SIGKILL)
         assert gone(server.pid)
     assert gone(child)
 
 
-@pytest.mark.parametrize(
-    ("how", "server"), [(signal.SIGKILL, STUBBORN), (signal.SIGTERM, SERVER)], ids=["KILL", "TERM"]
-)
-def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
-    script = textwrap.dedent(
-        """
-        import signal, sys
-        from torchrl_ext.control.serving import processes
-        port, code = sys.argv[1:]
-        processes._GRACE_S = 1.5
-        server = processes.GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
-        print(server.pid, flush=True)
-        signal.pause()
-        """
-    )
-    port = free_port()
-    with running_python(script, port, server) as parent:
-        pid = int(parent.stdout.readline())
-        child = int(httpx.get(f"http://127.0.0.1:{port}").text)
-        parent.send_signal(how)
-        parent.wait()
-        assert gone(pid) and gone(child)
-
-
-def test_server_environment_has_given_variables_and_no_own_path(tmp_path):
+def test_server_environment_has_given_variables_and_no_own_path():
     """A server gets the environment variables it is given, and no import path of this package."""
-    code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p]); sys.exit(1)"
-    with pytest.raises(EngineError, match=r"yes \[\]"):
-        GuardedProcess(
-            [sys.executable, "-I", "-c", code],
-            name="toy",
-            url="http://127.0.0.1:1",
-            environ={"ASKED": "yes"},
-            log_path=tmp_path / "log",
-        )
+    code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p])"
+    command = [sys.executable, "-I", "-c", code]
+    with GuardedProcess(command, name="toy", url=NOWHERE, environ={"ASKED": "yes"}) as server:
+        assert server.wait(WAIT_S) and server.log() == "yes []"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
+import torch
 
 import torchrl_ext as tx
 from tests.control.requests.aborts import started
 from tests.control.serving.test_membership import listed, report
 from tests.engines.embedded import EmbeddedServer
-from tests.models import PROMPT, tiny_checkpoint
+from tests.models import PROMPT, tiny_checkpoint, tiny_model
+from tests.processes import WAIT_S
+from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
@@ -108,17 +114,50 @@ def test_requests_of_a_removed_engine_go_on_at_another(routing, client, urls):
     assert found["response_ids"] == client.run(client.generate(batch(8, length=100)))["response_ids"]
 
 
-def test_a_router_without_pools_takes_no_prefill_engine(routing, urls):
-    with RouterProcess(**settings_for_router("vllm")) as process:
-        with pytest.raises(ConfigError, match="as a regular worker"):
-            RouterClient(process.url).add(urls[0], "prefill")
-        assert RouterClient(process.url).workers() == ()
+@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.exhaustive)])
+def test_tokens_keep_versions_while_weights_change_ten_times(routing, tmp_path, mode):
+    """256 requests in flight at a time, from before the first sync to after the last."""
+    model, over, answers = tiny_model(1), threading.Event(), []
+    prompts = [[*PROMPT[:4], i] for i in range(64)]
+    sender = tx.WeightSender(tx.make_transport("disk", root=str(tmp_path)), routing.fleet(pause_mode=mode))
+    sender.register_model(model)
+    update = routing.following(sender.update_weights)
+    last = first = update().version
+
+    def ask():
+        with routing.client(timeout_s=WAIT_S) as client:
+            while not over.is_set():
+                answers.extend(client.generate(prompts, max_tokens=20, ignore_eos=True))
+
+    def seen(version):
+        return any(version in one.token_versions() for one in answers[-256:])
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            for _ in range(10):
+                Deadline(WAIT_S).poll(partial(seen, last), longest_s=0.02)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+                last = update().version
+        finally:
+            over.set()
+        for one in asking:
+            one.result(WAIT_S)
+    sender.shutdown()
+    assert last == first + 10 and len(answers) >= 256
+    for answer in answers:
+        versions = answer.token_versions()
+        assert len(answer.token_ids) == len(versions) == len(answer.logprobs) == 20
+        assert versions == sorted(versions) and first <= versions[0] and versions[-1] <= last
 
 
 def test_router_pools_are_fixed_at_its_start(urls):
     """A router has its pools from the start; pools that lack decode engines or mix kinds are refused."""
     with RouterProcess(prefill=[urls[0]], decode=[urls[1]], **settings_for_router("vllm")) as process:
         router = RouterClient(process.url)
+        router.expect(urls)
         types = {worker.url: worker.worker_type for worker in router.workers()}
         assert types == {urls[0]: "prefill", urls[1]: "decode"}
     with pytest.raises(ConfigError, match="prefill engines only"):

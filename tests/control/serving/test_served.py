@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
-
 import httpx
 import psutil
 import pytest
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from tests.processes import WAIT_S
-from torchrl_ext.base.errors import ConfigError, EngineError
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.control.serving.topology import LocalLauncher, OwnedEngines, Topology
+from torchrl_ext.control.serving.topology import OwnedEngines
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +72,7 @@ def test_each_model_has_its_engines_and_a_router_of_its_own(job):
 
 
 def test_only_models_that_follow_the_trainer_get_weight_calls(job, tmp_path):
-    assert list(job.updatable()) == ["actor"]
+    assert [name for name, model in job.models.items() if model.update_weights] == ["actor"]
     with pytest.raises(ConfigError, match="'reference' does not follow the trainer"):
         job.model("reference").fleet()
     with pytest.raises(ConfigError, match=r"no model called 'critic'.*actor, reference, spare"):
@@ -100,29 +96,7 @@ def test_only_models_that_follow_the_trainer_get_weight_calls(job, tmp_path):
 def test_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text("embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
-    launcher = LocalLauncher(dtype="float32", threads=1, log_folder=tmp_path / "logs")
-    with OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, router=settings_for_router("vllm")) as job:
+    settings = {"dtype": "float32", "threads": 1, "router": settings_for_router("vllm")}
+    with OwnedEngines(path, hf_checkpoint=checkpoint, **settings) as job:
         process = psutil.Process(job.engines["a/regular/0"].pid)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    assert [log.name for log in (tmp_path / "logs").iterdir()] == ["a-regular-0.log"]
-
-
-@pytest.mark.parametrize("starts_late", [False, True])
-def test_a_start_that_fails_ends_the_others(checkpoint, starts_late):
-    ended, leave = [], threading.Event()
-
-    class Launcher(LocalLauncher):
-        def launch(self, plan, *, cancel=None):
-            if plan.name == "a/regular/1":
-                leave.set()
-                raise EngineError("no such model")
-            assert leave.wait(WAIT_S) and cancel.wait(WAIT_S)
-            if starts_late:
-                return SimpleNamespace(url="", stop=lambda: ended.append(plan.name))
-            raise EngineError("it was given up")
-
-    group = {"worker_type": "regular", "num_gpus": 2}
-    topology = Topology.parse({"embedded": [{"name": "a", "model_path": "/m", "server_groups": [group]}]})
-    with pytest.raises(EngineError, match="no such model"):
-        OwnedEngines(topology, launcher=Launcher())
-    assert ended == ["a/regular/0"] * starts_late

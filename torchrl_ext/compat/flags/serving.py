@@ -9,7 +9,7 @@ from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 
 if TYPE_CHECKING:
-    from torchrl_ext.control.serving.topology import Serving, Topology
+    from torchrl_ext.control.serving.topology import ModelPlan, Serving
 
 __all__ = ["make_serving"]
 
@@ -23,7 +23,7 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
         config: the options. ``vllm_router_ip`` and ``vllm_router_port`` give the address of a running router, for
             external engines or for the only model that the job owns.
         hf_checkpoint: the checkpoint that the trainer starts from; for owned engines.
-        settings: arguments of `ExternalEngines` or `OwnedEngines`.
+        settings: of `ExternalEngines` or `OwnedEngines`.
 
     Raises:
         ConfigError: the options describe no engine, the YAML is invalid or of another kind, or one router would serve
@@ -43,9 +43,9 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
     return OwnedEngines(_owned(config, hf_checkpoint), **settings)
 
 
-def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None) -> Topology:
+def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None) -> tuple[ModelPlan, ...]:
     """Return the plans of the engines that the job starts."""
-    from torchrl_ext.control.serving.topology import Topology
+    from torchrl_ext.control.serving.topology import read_plans
 
     paths = {"vllm": config.vllm_config, "sglang": config.sglang_config}
     named = {make: path for make, path in paths.items() if path is not None}
@@ -55,7 +55,7 @@ def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None) -> Topo
             expected="one of rollout_external_engine_addrs, vllm_config, sglang_config",
         )
     ((make, path),) = named.items()
-    topology = Topology.load(path, hf_checkpoint=hf_checkpoint)
-    if topology.kind != make:
-        raise ConfigError(f"{make}_config {path} describes engines of kind {topology.kind!r}")
-    return topology
+    models = read_plans(path, hf_checkpoint=hf_checkpoint)
+    if models[0].kind != make:
+        raise ConfigError(f"{make}_config {path} describes engines of kind {models[0].kind!r}")
+    return models

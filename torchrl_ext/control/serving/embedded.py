@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ __all__ = ["EmbeddedServer", "EmbeddedSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedSpec(EngineSpec):
-    """The settings and the command line of the embedded engine; see `ServerSpec` and `EngineSpec` for the common ones.
+    """The settings of the embedded engine, which has one worker, and listens on this machine alone.
 
     Attributes:
         device: torch device of the model.
@@ -28,13 +29,15 @@ class EmbeddedSpec(EngineSpec):
     module: ClassVar[str] = "torchrl_ext.engines.embedded"
     key_variable: ClassVar[str | None] = API_KEY_VARIABLE
 
+    host: str = field(default="127.0.0.1", init=False)
+    plugin: bool = field(default=False, init=False)
+    tensor_parallel_size: int = field(default=1, init=False)
+    cpu: bool | None = field(default=None, init=False)
+    sleep_mode: bool = field(default=False, init=False)
+    extra_args: Sequence[str] = field(default=(), init=False)
     device: str = "cpu"
     threads: int | None = None
     start_timeout_s: float = 120.0
-
-    @classmethod
-    def role(cls, worker_type: str) -> dict[str, Any]:
-        return {}
 
     def check(self) -> None:
         super().check()

@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torchrl_ext
-from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.serving.guard import descendants
@@ -32,7 +33,16 @@ from torchrl_ext.control.serving.guard import descendants
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GuardedProcess", "free_port", "make_overlay", "on_path", "reachable", "usable_port"]
+__all__ = [
+    "GuardedProcess",
+    "free_port",
+    "make_overlay",
+    "on_path",
+    "reachable",
+    "stop_all",
+    "usable_port",
+    "wait_until_healthy",
+]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -48,7 +58,7 @@ _ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 
 
 class GuardedProcess:
-    """Runs a program that ends with this process; a context manager.
+    """Runs a server that ends with this process; a context manager.
 
     The program runs under `torchrl_ext.control.serving.guard` in its own session: Ctrl-C in a terminal reaches only
     this process, and the program ends however this process dies.
@@ -56,12 +66,11 @@ class GuardedProcess:
     Args:
         command: program and arguments.
         name: used in messages.
-        environ: variables added to this process's own.
-        url: base address of a server; if given, the constructor waits until the server is healthy.
+        url: base address of the server.
         health: the server's route that answers 200 when it is ready.
+        environ: variables added to this process's own.
         log_path: file to which the output is appended; None uses a temporary file that `stop` removes.
-        start_timeout_s: deadline of the start, in seconds.
-        cancel: another thread sets it to cancel the start of a server.
+        start_timeout_s: deadline of the start, in seconds; see `wait_until_healthy`.
         shared_memory: name prefixes of files in /dev/shm that the program creates and may leave behind; `stop` removes
             those that the program has mapped.
         plugin: whether the program is an interpreter that has to find our package and its entry points.
@@ -73,8 +82,8 @@ class GuardedProcess:
         log_path: file with the output.
 
     Raises:
-        EngineError: the program could not be started, ended while starting, or was cancelled; with the end of its log.
-        DeadlineError: the program was not started or not healthy in time, and was ended.
+        EngineError: the program could not be started.
+        DeadlineError: the program was not started in time.
     """
 
     def __init__(
@@ -82,17 +91,17 @@ class GuardedProcess:
         command: Sequence[str],
         *,
         name: str,
-        url: str = "",
+        url: str,
         health: str = "/health",
         environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         start_timeout_s: float = 300.0,
-        cancel: threading.Event | None = None,
         shared_memory: tuple[str, ...] = (),
         plugin: bool = False,
         private: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.url, self._shared_memory = name, url, shared_memory
+        self.name, self.url, self._health, self._shared_memory = name, url, health, shared_memory
+        self._within, self._http = Deadline(start_timeout_s), HTTPSession(url, timeout_s=_ANSWER_S)
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{name}-"))
         self.log_path, self._kept = Path(log_path or self._folder / "log"), log_path is not None
         variables = {**os.environ, **(environ or {})}
@@ -119,8 +128,6 @@ class GuardedProcess:
             raise
         try:
             self.pid = self._first_word(start_timeout_s)
-            if url:
-                self._wait_until_healthy(health, Deadline(start_timeout_s, stop=cancel))
         except BaseException:
             self.stop()
             raise
@@ -134,6 +141,28 @@ class GuardedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
         return not self.alive()
+
+    def healthy(self) -> bool:
+        """Ask whether the server is ready.
+
+        Raises:
+            EngineError: the program has ended; with its errors and the end of its log.
+            DeadlineError: the deadline of its start is over; with the end of its log.
+        """
+        where = f"the whole log is {self.log_path}" if self._kept else "log_path= keeps the whole log"
+        if not self.alive():
+            raise EngineError(
+                f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
+                f"its log ends with: {self.log() or 'nothing'}",
+                hint=where,
+            )
+        with contextlib.suppress(WeightSyncError):
+            if self._http.call("GET", self._health).status == 200:
+                return True
+        if self._within.over:
+            late = f"{self.name} at {self.url} was not healthy within {self._within.timeout_s:g} s"
+            raise DeadlineError(f"{late}; its log ends with: {self.log()}", hint=where)
+        return False
 
     def log(self) -> str:
         """Return the last 4,000 characters of the output; empty once a temporary log was removed."""
@@ -175,32 +204,6 @@ class GuardedProcess:
             raise EngineError(f"{self.name} could not be started: {self.log()}")
         return int(first)
 
-    def _wait_until_healthy(self, route: str, within: Deadline) -> None:
-        def healthy() -> bool:
-            if not self.alive():
-                raise EngineError(
-                    f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
-                    f"its log ends with: {self.log() or 'nothing'}",
-                    hint=where,
-                )
-            with contextlib.suppress(WeightSyncError):
-                return server.call("GET", route).status == 200
-            return False
-
-        def late() -> EngineError | DeadlineError:
-            if within.stop.is_set():
-                return EngineError(f"the start of {self.name} at {self.url} was abandoned", state="it was ended")
-            return DeadlineError(
-                f"{self.name} at {self.url} was not healthy within {within.timeout_s:g} s; "
-                f"its log ends with: {self.log()}",
-                state="it was ended",
-                hint=where,
-            )
-
-        where = f"the whole log is {self.log_path}" if self._kept else "log_path= keeps the whole log"
-        server = HTTPSession(self.url, timeout_s=_ANSWER_S)
-        within.poll(healthy, late=late, longest_s=_POLL_S)
-
     def _end(self, guard: subprocess.Popen[bytes]) -> None:
         """Make the guard end the program; kill both if it does not."""
         if guard.stdin is not None and not guard.stdin.closed:
@@ -218,6 +221,19 @@ class GuardedProcess:
                 log.error("%s (under process %d) did not end although it was killed", self.name, guard.pid)
         if guard.stdout is not None:
             guard.stdout.close()
+
+
+def wait_until_healthy(servers: Iterable[GuardedProcess]) -> None:
+    """Wait until every server is healthy; raises as `GuardedProcess.healthy` does for the first one that fails."""
+    waiting = list(servers)
+    while waiting := [server for server in waiting if not server.healthy()]:
+        time.sleep(_POLL_S)
+
+
+def stop_all(servers: Iterable[GuardedProcess]) -> None:
+    """End servers at the same time, and wait."""
+    for end in [in_thread(server.stop, f"stop {server.name}") for server in servers]:
+        end.result()
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:

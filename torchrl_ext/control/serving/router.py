@@ -5,38 +5,30 @@ pause sent to a router pauses one engine of many. Control calls therefore check 
 
 Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router 0.3.2):
 
-=======================================  ===========================================================================
+=======================================  ==============================================
 ``GET /workers``                         ``{"workers": [{"url", "worker_type", ...}], ...}``
-``POST /workers``                        ``{"url", "worker_type"[, "bootstrap_port"]}``
+``POST /workers``                        ``{"url", "worker_type"}``
 ``DELETE /workers/{id or quoted url}``
-=======================================  ===========================================================================
+=======================================  ==============================================
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
-from torchrl_ext.control.http import Answer, HTTPSession, normalise_url
+from torchrl_ext.control.http import HTTPSession, Keys, normalise_url
 
-__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
-
-WORKER_TYPES = ("regular", "prefill", "decode")
-"""The worker types that routers know."""
+__all__ = ["RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
 
 _LOOK_S = 0.05
-_STATIC = "a router with prefill and decode pools gets its workers when it starts; name them in its spec"
-_HAS_POOLS = ("PD router", "add_prefill_server")  # in the errors of vllm-router and sglang-router
-_DONE = "already exists"  # in the errors of both
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +47,7 @@ class RouterWorker:
 
 
 class RouterClient:
-    """Adds engines to one router and removes them.
+    """Adds regular engines to one router and removes them.
 
     Args:
         url: base address of the router.
@@ -66,9 +58,8 @@ class RouterClient:
         ConfigError: the address is invalid.
     """
 
-    def __init__(self, url: str, *, api_key: str | tuple[str, ...] | None = None, timeout_s: float = 30.0) -> None:
-        self._http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s)
-        self._api_key, self._timeout_s = api_key, timeout_s
+    def __init__(self, url: str, *, api_key: Keys = None, timeout_s: float = 30.0) -> None:
+        self._http, self._timeout_s = HTTPSession(url, api_key=api_key, timeout_s=timeout_s), timeout_s
 
     @property
     def url(self) -> str:
@@ -87,75 +78,41 @@ class RouterClient:
             raise EngineRefusedError(f"{self.url} lists no workers", expected="a router that answers GET /workers")
         return found
 
-    def add(self, url: str, worker_type: str = "regular", *, bootstrap_port: int | None = None) -> None:
+    def add(self, url: str) -> None:
         """Make the router send requests to the engine at ``url``; do nothing if it already does.
 
-        The engine's ``/health`` is checked first, because a router waits minutes for an engine that is not there.
-
-        Args:
-            url: base address of the engine, as the router reaches it.
-            worker_type: one of `WORKER_TYPES`.
-            bootstrap_port: the connector's bootstrap port of a prefill engine, if it has one.
-
         Raises:
-            ConfigError: the worker type is unknown, or this router cannot take it.
-            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine or the router does not answer, or
-                refuses.
+            EngineUnreachableError, EngineRefusedError: the router does not answer, or refuses.
+            DeadlineError: the router does not answer, or does not list the engine, in time.
         """
         url = normalise_url(url)
-        if worker_type not in WORKER_TYPES:
-            raise ConfigError(f"no router has workers of type {worker_type!r}", expected=" or ".join(WORKER_TYPES))
-        known = self._find(url)
-        if known is None:
-            engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s, check=refuse_router)
-            engine.call("GET", "/health").checked()
-            body: dict[str, Any] = {"url": url, "worker_type": worker_type}
-            body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-            self._finish(self._http.call("POST", "/workers", body))
-            known = self._until(lambda: self._find(url), f"list {url}")
-        if known is not None and known.worker_type != worker_type:
-            self.remove(url)  # a router without pools accepts any type and sends it whole requests
-            raise ConfigError(
-                f"{self.url} takes {url} as a {known.worker_type} worker", expected=worker_type, hint=_STATIC
-            )
+        if self._find(url) is None:
+            self._http.call("POST", "/workers", {"url": url, "worker_type": "regular"}).checked()
+            self.expect([url])
 
-    def expect(self, urls: Iterable[str]) -> None:
-        """Wait until the router lists the engines at ``urls``, with which it was started.
+    def expect(self, urls: Collection[str]) -> None:
+        """Wait until the router lists the engines at ``urls``: it accepts changes before it makes them.
 
         Raises:
-            DeadlineError: the router does not list an engine in time.
-            EngineUnreachableError, EngineRefusedError: as for `workers`.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
         """
         for url in urls:
-            self._until(partial(self._find, url), f"list {url}")
+            late = f"{self.url} did not list {url}"
+            Deadline(self._timeout_s).poll(partial(self._find, url), late, longest_s=_LOOK_S)
 
     def remove(self, url: str) -> None:
         """Make the router stop sending requests to the engine at ``url``; running requests continue.
 
         Raises:
-            ConfigError: the router cannot remove workers.
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
         """
-        url = normalise_url(url)
-        known = self._find(url)
-        if known is None:
-            return
-        self._finish(self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}"))
-        self._until(lambda: self._find(url) is None, f"remove {url}")
+        if known := self._find(url):
+            self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}").checked()
+            late = f"{self.url} did not remove {url}"
+            Deadline(self._timeout_s).poll(lambda: self._find(url) is None, late, longest_s=_LOOK_S)
 
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
-
-    def _finish(self, answer: Answer) -> None:
-        """Check the answer to a change of workers."""
-        if not answer.ok and any(words in answer.message() for words in _HAS_POOLS):
-            raise ConfigError(f"{answer.where} answered {answer.status}: {answer.message()}", hint=_STATIC)
-        if _DONE not in answer.message():
-            answer.checked()
-
-    def _until(self, happened: Callable[[], _T], what: str) -> _T:
-        """Wait for a true value of ``happened`` and return it: a router may accept a change before making it."""
-        return Deadline(self._timeout_s).poll(happened, f"{self.url} did not {what}", longest_s=_LOOK_S)
 
 
 def engine_key(url: str) -> tuple[str, str, int | None, str]:

@@ -15,7 +15,7 @@ from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.discovery import connect, discover
 from torchrl_ext.control.fleet import Fleet
-from torchrl_ext.control.http import normalise_url
+from torchrl_ext.control.http import Keys, normalise_url
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import GuardedProcess
 from torchrl_ext.control.serving.router import RouterClient, engine_key
@@ -39,7 +39,8 @@ class Routing:
             sequence starts an empty router.
         name: the job's name for the model.
         update_weights: whether the model follows the trainer; if not, `fleet` raises.
-        router: base address of a running router; None starts one, which `close` ends.
+        router: base address of a running router, which lists the engines of its pools already; None starts one, which
+            `close` ends.
         api_key: bearer token; of several keys, requests use the first and control calls the one that is accepted.
         settings: for the router that is started, see `RouterProcess`.
 
@@ -48,8 +49,8 @@ class Routing:
         url: the router's base address.
 
     Raises:
-        ConfigError: one router cannot serve these engines, or the router cannot take them.
-        EngineError, DeadlineError: an engine or the router does not answer.
+        ConfigError: one router cannot serve these engines.
+        EngineError, DeadlineError: an engine or the router does not answer, or the router does not list an engine.
     """
 
     _process: GuardedProcess | None = None
@@ -61,7 +62,7 @@ class Routing:
         name: str = "default",
         update_weights: bool = True,
         router: str | None = None,
-        api_key: str | tuple[str, ...] | None = None,
+        api_key: Keys = None,
         **settings: Any,
     ) -> None:
         if len({kinds.part(info.kind, "dialect") for info in engines}) > 1:
@@ -79,17 +80,16 @@ class Routing:
         self.url = normalise_url(self._start(settings) if router is None else router)
         self.router = RouterClient(self.url, api_key=api_key)
         try:
-            if router is None:
-                self.router.expect(info.url for info in self.engines)
-            else:
-                for info in self.engines:
-                    self.router.add(info.url, info.worker_type, bootstrap_port=info.bootstrap_port)
+            for info in self.engines if router is not None else ():
+                if info.worker_type == "regular":
+                    self.router.add(info.url)
+            self.router.expect([info.url for info in self.engines])
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def over(cls, *addresses: str, api_key: str | tuple[str, ...] | None = None, **settings: Any) -> Routing:
+    def over(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> Routing:
         """Discover the engines at ``addresses`` and put them behind a router.
 
         Raises:
@@ -150,9 +150,10 @@ class Routing:
         return updating
 
     def follow(self, report: SyncReport) -> None:
-        """Make the router use the engines that serve the newest weights, which are the newest that any engine serves.
+        """Make the router use the engines that serve the newest version of the report's run that any engine serves.
 
-        Rows of engines that are not this routing's are ignored.
+        Versions of another run, and labels of unknown origin, never count as new, whatever their numbers. A report in
+        which no engine serves a version of its run changes nothing. Rows of other routings' engines are ignored.
 
         Raises:
             ConfigError: no row of the report is about an engine of this routing.
@@ -169,8 +170,12 @@ class Routing:
                 expected=f"engines of router {self.url}: {', '.join(info.url for info in self.engines)}",
                 state="the router is unchanged",
             )
-        newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
-        fit = {key for key, row in rows.items() if row.state == "serving" and (row.version or 0) == newest}
+        serving = [row for row in report.engines if row.state == "serving" and row.run == report.run]
+        newest = max((row.version for row in serving if row.version is not None), default=None)
+        if newest is None:
+            log.warning("router %s is unchanged: no engine serves a version of this run", self.url)
+            return
+        fit = {key for key, row in rows.items() if row in serving and row.version == newest}
         used = {engine_key(worker.url) for worker in self.router.workers()}
         changed = (ours.keys() & used) ^ (ours.keys() & fit)
         for key in sorted(changed, key=fit.__contains__):  # those with older weights leave first
@@ -180,7 +185,7 @@ class Routing:
             elif key in fit:
                 self.router.add(info.url)
             else:
-                why = (known.error or known.state) if known else "it is not in a report"
+                why = known.error or f"{known.state} at version {known.version}" if known else "it is not in a report"
                 log.warning("%s gets no requests: %s", info.url, why)
                 self.router.remove(info.url)
                 if known and known.state == "paused":

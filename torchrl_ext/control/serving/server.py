@@ -1,10 +1,10 @@
-"""Specifications of engines and routers: settings, command line, environment variables; `start` runs one."""
+"""Settings of engines and routers, one class per kind of server, which turn them into a command line and variables."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,9 +14,26 @@ from typing import Any, ClassVar
 from torchrl_ext.base.devices import accelerator
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.control.serving.processes import GuardedProcess, free_port, reachable, usable_port
+from torchrl_ext.control.serving.processes import (
+    GuardedProcess,
+    free_port,
+    reachable,
+    stop_all,
+    usable_port,
+    wait_until_healthy,
+)
 
-__all__ = ["CPU_PLUGIN", "EngineSpec", "RouterProcess", "RouterSpec", "ServerSpec", "StockSpec", "as_flags", "start"]
+__all__ = [
+    "CPU_PLUGIN",
+    "EngineSpec",
+    "RouterProcess",
+    "RouterSpec",
+    "ServerSpec",
+    "as_flags",
+    "check_pools",
+    "launch",
+    "start",
+]
 
 CPU_PLUGIN = "torchrl_ext_cpu"
 """The plugin that environments of `torchrl_ext.cli.environments` have; engines pass over one that they lack."""
@@ -24,7 +41,7 @@ CPU_PLUGIN = "torchrl_ext_cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec(ABC):
-    """The settings of one kind of server, and the command line and environment variables made from them.
+    """The settings that every kind of server has.
 
     Attributes:
         name: used in messages.
@@ -32,14 +49,14 @@ class ServerSpec(ABC):
         installed: how to get the server, the hint of the error if it is missing.
         health: route that answers 200 when the server is ready.
         shared_memory: see `GuardedProcess`.
-        host: address to listen on; a setting only of kinds that redeclare it.
-        plugin: whether our package is put on the server's path; a setting only of kinds that redeclare it.
+        host: address to listen on.
         port: 0 picks a free port.
         environ: variables such as ``CUDA_VISIBLE_DEVICES``; they override `variables` and this process's own.
         log_path: see `GuardedProcess`.
         python: interpreter of an environment with the server; None uses this process's own.
+        plugin: whether our package is put on the server's path.
         start_timeout_s: deadline of the start, in seconds.
-        cancel: another thread sets it to cancel the start.
+        extra_args: more arguments for the server.
     """
 
     name: ClassVar[str]
@@ -48,19 +65,14 @@ class ServerSpec(ABC):
     health: ClassVar[str] = "/health"
     shared_memory: ClassVar[tuple[str, ...]] = ()
 
-    host: str = field(default="127.0.0.1", init=False)
-    plugin: bool = field(default=False, init=False)
+    host: str = "127.0.0.1"
     port: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
     log_path: str | Path | None = None
     python: str | Path | None = None
+    plugin: bool = False
     start_timeout_s: float = 300.0
-    cancel: threading.Event | None = None
-
-    @classmethod
-    def settings(cls) -> tuple[str, ...]:
-        """Return the names of the fields that can be set."""
-        return tuple(one.name for one in fields(cls) if one.init)
+    extra_args: Sequence[str] = ()
 
     @property
     def interpreter(self) -> Path:
@@ -94,7 +106,7 @@ class ServerSpec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(ServerSpec):
-    """The settings that every engine has, for one model.
+    """The settings that engines share, for one model.
 
     Attributes:
         probe: route that a router checks if the engine has no key; it answers 200 while the engine is paused.
@@ -103,6 +115,9 @@ class EngineSpec(ServerSpec):
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: maximum tokens of a sequence, prompt included; None uses the model's limit.
+        tensor_parallel_size: workers that share the model.
+        cpu: whether the server computes on the CPU; None does so if this process sees no GPU.
+        sleep_mode: let the server release device memory; no effect on a CPU.
     """
 
     probe: ClassVar[str] = "/health"
@@ -112,15 +127,60 @@ class EngineSpec(ServerSpec):
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"
     max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    cpu: bool | None = None
+    sleep_mode: bool = False
 
     @classmethod
-    @abstractmethod
+    def settings(cls) -> tuple[str, ...]:
+        """Return the names of the fields that can be set."""
+        return tuple(one.name for one in fields(cls) if one.init)
+
+    @classmethod
     def role(cls, worker_type: str) -> dict[str, Any]:
         """Return the settings for a worker type (pools on GPUs over NIXL are untested).
 
         Args:
             worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
         """
+        return {}
+
+    @classmethod
+    def of(cls, model_dir: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
+        """Return the spec with these settings; those that are no fields become arguments of the server.
+
+        ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, and None gives nothing.
+
+        Raises:
+            ConfigError: this kind of engine cannot be given a setting.
+        """
+        known = cls.settings()
+        found = {name: value for name, value in settings.items() if name in known}
+        others = {name: value for name, value in settings.items() if name not in known}
+        if others and "extra_args" not in known:
+            raise ConfigError(
+                f"an engine of kind {cls.name!r} has no setting {', '.join(sorted(others))}",
+                expected=f"some of {', '.join(known)}",
+            )
+        if others:
+            words = [word for name, value in others.items() for word in cls._argument(name, value)]
+            found["extra_args"] = (*found.get("extra_args", ()), *words)
+        return cls(model_dir, **found)
+
+    @classmethod
+    def _argument(cls, name: str, value: Any) -> list[str]:
+        """Return the words of one argument."""
+        flag = name.replace("_", "-")
+        if value is False and not cls.negates:
+            raise ConfigError(
+                f"an engine of kind {cls.name!r} has no argument that makes {name} false",
+                expected="true, or another value",
+                hint="leave it out, so that the engine's own default applies",
+            )
+        if isinstance(value, bool):
+            return [f"--{flag}" if value else f"--no-{flag}"]
+        words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
+        return [] if value is None else [f"--{flag}", *map(str, words)]
 
     def check(self) -> None:
         if not self.model.is_dir():
@@ -131,26 +191,6 @@ class EngineSpec(ServerSpec):
     def model(self) -> Path:
         """The absolute path of the checkpoint."""
         return Path(self.model_dir).absolute()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StockSpec(EngineSpec):
-    """The settings that vLLM and SGLang servers share.
-
-    Attributes:
-        cpu: whether the server computes on the CPU; None does so if this process sees no GPU.
-        tensor_parallel_size: workers that share the model.
-        plugin: whether the server gets our plugin.
-        sleep_mode: let the server release device memory; no effect on a CPU.
-        extra_args: more arguments for the server.
-    """
-
-    host: str = "127.0.0.1"
-    cpu: bool | None = None
-    tensor_parallel_size: int = 1
-    plugin: bool = True
-    sleep_mode: bool = False
-    extra_args: Sequence[str] = ()
 
     @property
     def on_cpu(self) -> bool:
@@ -163,13 +203,12 @@ class StockSpec(EngineSpec):
         return ",".join(dict.fromkeys([*filter(None, map(str.strip, others)), *ours]))
 
 
-def start(spec: ServerSpec) -> GuardedProcess:
-    """Start a server as a child process and wait until it is healthy.
+def launch(spec: ServerSpec) -> GuardedProcess:
+    """Start a server as a child process, without a wait until it is healthy.
 
     Raises:
         ConfigError: the settings cannot work, the port is taken, or a package is missing.
-        EngineError: the server ended while starting, or the start was cancelled; the message has the end of its log.
-        DeadlineError: the server was not healthy in time and was ended.
+        EngineError, DeadlineError: as for `GuardedProcess`.
     """
     spec.check()
     port = usable_port(spec.port, spec.host)
@@ -181,11 +220,27 @@ def start(spec: ServerSpec) -> GuardedProcess:
         health=spec.health,
         log_path=spec.log_path,
         start_timeout_s=spec.start_timeout_s,
-        cancel=spec.cancel,
         shared_memory=spec.shared_memory,
         plugin=spec.plugin,
         private=spec.private(),
     )
+
+
+def start(spec: ServerSpec) -> GuardedProcess:
+    """Start a server as a child process and wait until it is healthy.
+
+    Raises:
+        ConfigError: as for `launch`.
+        EngineError: the server ended while starting; the message has the end of its log.
+        DeadlineError: the server was not healthy in time and was ended.
+    """
+    server = launch(spec)
+    try:
+        wait_until_healthy([server])
+    except BaseException:
+        stop_all([server])
+        raise
+    return server
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -210,7 +265,7 @@ def check_pools(whose: str, types: Collection[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec(ServerSpec):
-    """The settings and the command line of a router; see `ServerSpec` for the common ones.
+    """The settings of a router.
 
     The circuit breaker is off: an engine that is paused for new weights is slow, not broken. The router leaves out an
     engine whose health route failed three times, ten seconds apart; `torchrl_ext.control.serving.routing`, which knows
@@ -238,10 +293,8 @@ class RouterSpec(ServerSpec):
     prefill: Sequence[str | tuple[str, int]] = ()
     decode: Sequence[str] = ()
     health_route: str | None = None
-    host: str = "127.0.0.1"
     policy: str | None = None
     request_timeout_s: int = 1800
-    extra_args: Sequence[str] = ()
     start_timeout_s: float = 60.0
 
     def check(self) -> None:
@@ -274,7 +327,7 @@ class RouterSpec(ServerSpec):
 def RouterProcess(
     workers: Sequence[str] = (), *, kind: str = "vllm", make: str | None = None, **settings: Any
 ) -> GuardedProcess:
-    """Start a router and wait until it is healthy; see `start`.
+    """Start a router and wait until it is healthy; raises as `start`.
 
     A session's requests stay on one engine: vLLM's router identifies the session by ``X-Session-ID``, SGLang's by
     ``X-SMG-Routing-Key``; our clients send both. With ``make="vllm"``, SGLang requests lose their seeds and minimum

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.control.serving.processes import GuardedProcess, free_port
-from torchrl_ext.control.serving.server import RouterSpec, StockSpec, as_flags, start
+from torchrl_ext.control.serving.server import EngineSpec, RouterSpec, as_flags, start
 
 __all__ = ["SGLangRouterSpec", "SGLangServer", "SGLangSpec"]
 
@@ -28,16 +27,11 @@ _CPU_ARGUMENTS = {
     "max-running-requests": "8",
 }
 _KEYS = ("--api-key", "--admin-api-key")  # no variables set them
-_SIZES = (
-    ("--tp-size", "--tensor-parallel-size", "--tp"),
-    ("--pp-size", "--pipeline-parallel-size", "--pp"),
-    ("--dp-size", "--data-parallel-size", "--dp"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLangSpec(StockSpec):
-    """The settings of an SGLang server; see `ServerSpec`, `EngineSpec` and `StockSpec`.
+class SGLangSpec(EngineSpec):
+    """The settings of an SGLang server.
 
     Sleep mode needs `torch_memory_saver` in the server's environment. Without the plugin the server can be updated only
     from full files.
@@ -51,6 +45,8 @@ class SGLangSpec(StockSpec):
     # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (our servers have it). /ping requires the key, if any, unlike /health.
     probe: ClassVar[str] = "/ping"
     shared_memory: ClassVar[tuple[str, ...]] = ("sgl_shm_", "sglang_loads_")
+
+    plugin: bool = True
 
     @classmethod
     def role(cls, worker_type: str) -> dict[str, Any]:
@@ -97,9 +93,8 @@ class SGLangSpec(StockSpec):
         if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
-            workers = _workers([f"--tp-size={self.tensor_parallel_size}", *self.extra_args])
-            if workers > 1:
-                environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
+            if self.tensor_parallel_size > 1:  # for others, such as replicas, name the cores in `environ`
+                environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(self.tensor_parallel_size)
         return environ
 
 
@@ -130,20 +125,6 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             others.append(word)
     return keys, others
-
-
-def _workers(arguments: Sequence[str]) -> int:
-    """Return the number of worker processes, replicas included: SGLang needs the cores of each."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in _SIZES:
-        parser.add_argument(*names, type=int, default=1, dest=names[0])
-    parser.add_argument("--enable-dp-attention", action="store_true", dest="shared")
-    try:
-        sizes = vars(parser.parse_known_args(list(arguments))[0])
-    except argparse.ArgumentError:
-        return 1  # SGLang itself reports what is wrong
-    tensor, pipeline, data = (max(1, sizes[names[0]]) for names in _SIZES)
-    return tensor * pipeline * (1 if sizes["shared"] else data)  # DP attention shares the tensor workers
 
 
 def _cores(workers: int) -> str:

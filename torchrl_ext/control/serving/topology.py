@@ -16,31 +16,25 @@ The keys and their resolution are those of the options ``--vllm-config`` and ``-
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.devices import visible_devices
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.discovery import discover
-from torchrl_ext.control.serving.processes import GuardedProcess
+from torchrl_ext.control.serving.processes import GuardedProcess, stop_all, wait_until_healthy
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import EngineSpec, check_pools, start
+from torchrl_ext.control.serving.server import EngineSpec, check_pools, launch
 
-__all__ = ["EnginePlan", "ExternalEngines", "LocalLauncher", "ModelPlan", "OwnedEngines", "Serving", "Topology"]
+__all__ = ["EnginePlan", "ExternalEngines", "ModelPlan", "OwnedEngines", "Serving", "parse_plans", "read_plans"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -77,7 +71,7 @@ class EnginePlan:
         kind: a kind of engine that has a server, such as ``"vllm"``.
         worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
         gpus: device numbers, counted over the whole job.
-        overrides: fields of the engine's spec or arguments of its server, with underscores.
+        overrides: fields of the engine's spec or arguments of its server, with underscores (`EngineSpec.of`).
     """
 
     name: str
@@ -87,6 +81,35 @@ class EnginePlan:
     gpus: tuple[int, ...]
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    def spec(
+        self, settings: Mapping[str, Any], *, api_key: str | None = None, log_folder: str | Path | None = None
+    ) -> EngineSpec:
+        """Return what the engine is started with on this machine; the arguments are as for `OwnedEngines`.
+
+        Raises:
+            ConfigError: the plan cannot work here.
+        """
+        make: type[EngineSpec] = engines.part(self.kind, "server")
+        try:
+            wanted: dict[str, Any] = {**settings, **make.role(self.worker_type), **self.overrides}
+            environ = _pinned(self)
+            if api_key is not None and make.key_variable is not None:
+                environ[make.key_variable] = api_key
+            elif api_key is not None:
+                wanted.setdefault("api_key", api_key)
+            wanted["environ"] = {**environ, **wanted.get("environ", {})}
+            if log_folder is not None:
+                wanted.setdefault("log_path", Path(log_folder) / f"{self.name.replace('/', '-')}.log")
+            if "tensor_parallel_size" in make.settings():
+                wanted.setdefault("tensor_parallel_size", len(self.gpus))
+            elif len(self.gpus) > 1:
+                raise ConfigError(f"an engine of kind {self.kind!r} has one worker", expected="one GPU each")
+            return make.of(self.model_path, wanted)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.name}: {error.what}", expected=error.expected, state="nothing was started", hint=error.hint
+            ) from None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
@@ -94,64 +117,57 @@ class ModelPlan:
 
     Attributes:
         name: the job's name for the model.
+        kind: the kind of its engines, which has a server, such as ``"vllm"``.
         update_weights: whether the model follows the trainer; if not, its engines never get a weight call.
         engines: empty for only a router.
     """
 
     name: str
+    kind: str
     update_weights: bool
     engines: tuple[EnginePlan, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """The plans of all models that a job starts, in the order of the file; all engines are of one kind."""
+def read_plans(path: str | Path, *, hf_checkpoint: str | Path | None = None) -> tuple[ModelPlan, ...]:
+    """Return `parse_plans` of a YAML file.
 
-    kind: str
-    models: tuple[ModelPlan, ...]
+    Raises:
+        ConfigError: PyYAML is not installed, the file cannot be read, is not YAML, or its content cannot work.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError.missing("PyYAML", "cli") from None
+    try:
+        return parse_plans(yaml.safe_load(Path(path).read_text()), hf_checkpoint=hf_checkpoint)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", expected="a YAML file") from None
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path}: {error.what}", expected=error.expected, state="nothing was started", hint=error.hint
+        ) from None
 
-    @classmethod
-    def load(cls, path: str | Path, **settings: Any) -> Topology:
-        """Read a YAML file and `parse` its content.
 
-        Raises:
-            ConfigError: PyYAML is not installed, the file cannot be read, is not YAML, or its content cannot work.
-        """
-        try:
-            import yaml
-        except ModuleNotFoundError:
-            raise ConfigError.missing("PyYAML", "cli") from None
-        try:
-            return cls.parse(yaml.safe_load(Path(path).read_text()), **settings)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}", expected="a YAML file") from None
-        except ConfigError as error:
-            raise ConfigError(
-                f"{path}: {error.what}", expected=error.expected, state="nothing was started", hint=error.hint
-            ) from None
+def parse_plans(content: Any, *, hf_checkpoint: str | Path | None = None) -> tuple[ModelPlan, ...]:
+    """Resolve the content of a file into the plans of its models, in its order.
 
-    @classmethod
-    def parse(cls, content: Any, *, hf_checkpoint: str | Path | None = None) -> Topology:
-        """Resolve the content of a file into plans.
+    Args:
+        content: ``{"vllm": [model, ...]}``, or another kind of engine that has a server.
+        hf_checkpoint: the trainer's initial checkpoint. Models without ``model_path`` use it; a model with
+            ``update_weights: auto`` follows the trainer if its path is this one.
 
-        Args:
-            content: ``{"vllm": [model, ...]}``, or another kind of engine that has a server.
-            hf_checkpoint: the trainer's initial checkpoint. Models without ``model_path`` use it; a model with
-                ``update_weights: auto`` follows the trainer if its path is this one.
-
-        Raises:
-            ConfigError: the content cannot work.
-        """
-        try:
-            ((kind, rows),) = msgspec.convert(content, _Models).items()
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"the models cannot be read: {error}", hint="docs/operations.md lists the keys") from None
-        engines.part(kind, "server")  # raises for a kind without a server, and lists those with one
-        if len({row.name for row in rows}) < len(rows):
-            raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
-        devices = itertools.count()
-        models = tuple(_planned(kind, row, hf_checkpoint, devices) for row in rows)
-        return cls(kind=kind, models=models)
+    Raises:
+        ConfigError: the content cannot work.
+    """
+    try:
+        ((kind, rows),) = msgspec.convert(content, _Models).items()
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the models cannot be read: {error}", hint="docs/operations.md lists the keys") from None
+    engines.part(kind, "server")  # raises for a kind without a server, and lists those with one
+    if len({row.name for row in rows}) < len(rows):
+        raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
+    devices = itertools.count()
+    return tuple(_planned(kind, row, hf_checkpoint, devices) for row in rows)
 
 
 def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: Iterator[int]) -> ModelPlan:
@@ -194,125 +210,19 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
         if not follows:
             words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
             log.warning(words, name, paths[0], hf_checkpoint)
-    return ModelPlan(name=name, update_weights=follows, engines=tuple(plans))
-
-
-class LocalLauncher:
-    """Starts engines as processes on this machine, each with its own devices.
-
-    Overrides that name a field of the engine's spec set that field; others become arguments of the server. A plan's
-    device numbers index the devices of this process: if its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is GPU 4.
-    Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
-
-    Args:
-        log_folder: directory for one log file per engine; None uses temporary files.
-        api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
-            Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
-        settings: fields of every engine's spec, such as ``dtype`` or ``python``; a plan's overrides take precedence.
-    """
-
-    def __init__(
-        self,
-        *,
-        log_folder: str | Path | None = None,
-        api_key: str | None = None,
-        **settings: Any,
-    ) -> None:
-        self.api_key = api_key
-        self._log_folder = None if log_folder is None else Path(log_folder)
-        self._settings = settings
-
-    def launch(self, plan: EnginePlan, *, cancel: threading.Event | None = None) -> GuardedProcess:
-        """Start an engine and wait until it is healthy.
-
-        Args:
-            plan: the engine to start.
-            cancel: another thread sets it to cancel the start, which then raises soon.
-
-        Raises:
-            ConfigError: the plan cannot work here.
-            EngineError, DeadlineError: the engine ended while starting, or the start was cancelled or timed out.
-        """
-        make: type[EngineSpec] = engines.part(plan.kind, "server")
-        try:
-            wanted: dict[str, Any] = {**self._settings, **make.role(plan.worker_type), **plan.overrides}
-            environ = _pinned(plan)
-            if self.api_key is not None and make.key_variable is not None:
-                environ[make.key_variable] = self.api_key
-            elif self.api_key is not None:
-                wanted.setdefault("api_key", self.api_key)
-            wanted["environ"] = {**environ, **wanted.get("environ", {})}
-            if self._log_folder is not None:
-                self._log_folder.mkdir(parents=True, exist_ok=True)
-                wanted.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
-            if "tensor_parallel_size" in make.settings():
-                wanted.setdefault("tensor_parallel_size", len(plan.gpus))
-            elif len(plan.gpus) > 1:
-                raise ConfigError(f"an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
-            spec = make(plan.model_path, cancel=cancel, **_fields(make, wanted))
-        except ConfigError as error:
-            raise ConfigError(
-                f"{plan.name}: {error.what}", expected=error.expected, state="it was not started", hint=error.hint
-            ) from None
-        return start(spec)
-
-
-def _pinned(plan: EnginePlan) -> dict[str, str]:
-    """Return the variable of the devices that a plan's engine sees; empty if this process sees none."""
-    variable, devices = visible_devices()
-    if not devices:
-        return {}
-    beyond = [number for number in plan.gpus if number >= len(devices)]
-    if beyond:
-        raise ConfigError(
-            f"it needs device {beyond[0]} of the job",
-            expected=f"one of the {len(devices)} that the launcher has: {variable}={','.join(devices)}",
-            hint="let the job see more devices, or plan with fewer",
-        )
-    return {variable: ",".join(devices[number] for number in plan.gpus)} if variable else {}
-
-
-def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec's fields; settings that are not fields become ``extra_args``."""
-    known = make.settings()
-    found = {name: value for name, value in wanted.items() if name in known}
-    others = {name: value for name, value in wanted.items() if name not in known}
-    if others and "extra_args" not in known:
-        raise ConfigError(
-            f"an engine of kind {make.name!r} has no setting {', '.join(sorted(others))}",
-            expected=f"some of {', '.join(known)}",
-        )
-    words = [word for name, value in others.items() for word in _argument(make, name, value)]
-    return {**found, "extra_args": (*found.get("extra_args", ()), *words)} if words else found
-
-
-def _argument(make: type[EngineSpec], name: str, value: Any) -> list[str]:
-    """Return command-line words: ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, None nothing."""
-    flag = name.replace("_", "-")
-    if value is False and not make.negates:
-        raise ConfigError(
-            f"an engine of kind {make.name!r} has no argument that makes {name} false",
-            expected="true, or another value",
-            hint="leave it out, so that the engine's own default applies",
-        )
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
-    return [] if value is None else [f"--{flag}", *map(str, words)]
+    return ModelPlan(name=name, kind=kind, update_weights=follows, engines=tuple(plans))
 
 
 class Serving:
     """Holds a job's models by name, each behind a router; a context manager that ends its routers and engines.
 
-    Args:
-        engines: the processes of owned engines, by the names of their plans; `shutdown` ends them.
-
     Attributes:
+        engines: the processes of owned engines, by the names of their plans.
         models: the routing of each model, by name.
     """
 
-    def __init__(self, engines: Mapping[str, GuardedProcess] | None = None) -> None:
-        self.engines = dict(engines or {})
+    def __init__(self) -> None:
+        self.engines: dict[str, GuardedProcess] = {}
         self.models: dict[str, Routing] = {}
 
     def model(self, name: str) -> Routing:
@@ -325,17 +235,11 @@ class Serving:
             raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
         return self.models[name]
 
-    def updatable(self) -> dict[str, Routing]:
-        """Return the routings of models that follow the trainer, by name."""
-        return {name: model for name, model in self.models.items() if model.update_weights}
-
     def shutdown(self) -> None:
         """End our routers and engines. May be called twice."""
         for model in self.models.values():  # routers first
             model.close()
-        ends = [in_thread(engine.stop, f"stop {name}") for name, engine in self.engines.items()]
-        for end in ends:
-            end.result()
+        stop_all(self.engines.values())
 
     def __enter__(self) -> Serving:
         return self
@@ -361,65 +265,75 @@ def ExternalEngines(*addresses: str, router: str | None = None, **settings: Any)
 
 
 def OwnedEngines(
-    topology: Topology | str | Path,
+    models: Sequence[ModelPlan] | str | Path,
     *,
     hf_checkpoint: str | Path | None = None,
-    launcher: LocalLauncher | None = None,
+    api_key: str | None = None,
+    log_folder: str | Path | None = None,
     router: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Serving:
-    """Start a topology's engines and routers, which the returned `Serving` ends.
+    """Start the engines and routers of models on this machine, which the returned `Serving` ends.
+
+    Each engine has its own devices. A plan's device numbers index those of this process: if its
+    ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is GPU 4. Without any, as on a machine without GPUs, a plan's numbers
+    count workers and nothing is pinned. Once one engine cannot be started, the others are ended.
 
     Args:
-        topology: a topology, or the path of its YAML file (then with ``hf_checkpoint``).
-        hf_checkpoint: see `Topology.parse`.
-        launcher: starts the engines; None uses a `LocalLauncher` without settings.
-        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require a key other than
-            the launcher's; or ``{"router": address}`` of a running router, for a topology of one model.
+        models: plans, or the path of their YAML file (then with ``hf_checkpoint``).
+        hf_checkpoint: see `parse_plans`.
+        api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
+            Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
+        log_folder: directory for one log file per engine; None uses temporary files.
+        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require another key; or
+            ``{"router": address}`` of a running router, for a single model.
+        settings: of every engine, such as ``dtype`` or ``python``; a plan's overrides take precedence.
 
     Raises:
         ConfigError, EngineError, DeadlineError: something could not be started; everything else was ended.
     """
-    if not isinstance(topology, Topology):
-        topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
-    launcher = launcher or LocalLauncher()
-    settings = {"api_key": launcher.api_key, **(router or {})}
-    if "router" not in settings:
-        settings.setdefault("kind", topology.kind)
-    elif len(topology.models) > 1:
+    if isinstance(models, (str, Path)):
+        models = read_plans(models, hf_checkpoint=hf_checkpoint)
+    routers = {"api_key": api_key, **(router or {})}
+    if "router" in routers and len(models) > 1:
         raise ConfigError(
-            f"{', '.join(model.name for model in topology.models)} each need a router, but only one is given",
+            f"{', '.join(model.name for model in models)} each need a router, but only one is given",
             state="nothing was started",
             hint="leave it out",
         )
-    serving = Serving(_started([plan for model in topology.models for plan in model.engines], launcher))
+    plans = [plan for model in models for plan in model.engines]
+    specs = {plan.name: plan.spec(settings, api_key=api_key, log_folder=log_folder) for plan in plans}
+    if log_folder is not None:
+        Path(log_folder).mkdir(parents=True, exist_ok=True)
+    serving = Serving()
     try:
-        for model in topology.models:
-            serving.models[model.name] = _routed(model, serving.engines, **settings)
+        for name, spec in specs.items():
+            serving.engines[name] = launch(spec)
+        wait_until_healthy(serving.engines.values())
+        for model in models:
+            serving.models[model.name] = _routed(model, serving.engines, routers)
     except BaseException:
         serving.shutdown()
         raise
     return serving
 
 
-def _started(plans: Sequence[EnginePlan], launcher: LocalLauncher) -> dict[str, GuardedProcess]:
-    """Start engines at the same time; the first failure cancels the other starts, and ends what has started."""
-    over = threading.Event()
-    starts = {
-        plan.name: in_thread(partial(launcher.launch, plan, cancel=over), f"launch {plan.name}") for plan in plans
-    }
-    try:
-        for start in as_completed(starts.values()):
-            start.result()
-    except BaseException:
-        over.set()
-        for start in starts.values():
-            with suppress(Exception):  # it did not start
-                start.result().stop()
-        raise
-    return {name: start.result() for name, start in starts.items()}
+def _pinned(plan: EnginePlan) -> dict[str, str]:
+    """Return the variable of the devices that a plan's engine sees; empty if this process sees none."""
+    variable, devices = visible_devices()
+    if not devices:
+        return {}
+    beyond = [number for number in plan.gpus if number >= len(devices)]
+    if beyond:
+        raise ConfigError(
+            f"it needs device {beyond[0]} of the job",
+            expected=f"one of the {len(devices)} that the launcher has: {variable}={','.join(devices)}",
+            hint="let the job see more devices, or plan with fewer",
+        )
+    return {variable: ",".join(devices[number] for number in plan.gpus)} if variable else {}
 
 
-def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], **settings: Any) -> Routing:
+def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], settings: Mapping[str, Any]) -> Routing:
     """Put the engines of a model behind a router."""
     urls = {plan.name: processes[plan.name].url for plan in model.engines}
     # the choice of a transport needs the engines' capabilities; a router needs the prefill engines' bootstrap ports
@@ -428,6 +342,8 @@ def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], **setting
     infos = []
     for plan in model.engines:
         url = urls[plan.name]
-        planned = EngineInfo(url=url, kind=plan.kind, num_gpus=len(plan.gpus), model=plan.model_path)
-        infos.append(replace(found.get(url, planned), kind=plan.kind, worker_type=plan.worker_type))
-    return Routing(infos, name=model.name, update_weights=model.update_weights and bool(infos), **settings)
+        planned = EngineInfo(url=url, kind=model.kind, num_gpus=len(plan.gpus), model=plan.model_path)
+        infos.append(replace(found.get(url, planned), kind=model.kind, worker_type=plan.worker_type))
+    own = {} if "router" in settings else {"kind": model.kind}
+    follows = model.update_weights and bool(infos)
+    return Routing(infos, name=model.name, update_weights=follows, **{**own, **settings})

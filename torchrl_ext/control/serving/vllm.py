@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_ext.control.serving.processes import GuardedProcess
-from torchrl_ext.control.serving.server import RouterSpec, StockSpec, as_flags, start
+from torchrl_ext.control.serving.server import EngineSpec, RouterSpec, as_flags, start
 
 __all__ = ["VLLMRouterSpec", "VLLMServer", "VLLMSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMSpec(StockSpec):
-    """The settings of a vLLM server; see `ServerSpec`, `EngineSpec` and `StockSpec`.
+class VLLMSpec(EngineSpec):
+    """The settings of a vLLM server.
 
-    On a CPU, tensor-parallel workers share the cores unless
-    ``OMP_NUM_THREADS`` is set.
+    On a CPU, tensor-parallel workers share the cores unless ``OMP_NUM_THREADS`` is set.
     """
 
     name: ClassVar[str] = "vllm"
@@ -29,6 +28,8 @@ class VLLMSpec(StockSpec):
     key_variable: ClassVar[str | None] = "VLLM_API_KEY"
     negates: ClassVar[bool] = True
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
+
+    plugin: bool = True
 
     @classmethod
     def role(cls, worker_type: str) -> dict[str, Any]:
