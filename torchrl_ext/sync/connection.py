@@ -42,14 +42,15 @@ class Connection:
         transport: the trainer's end, which this object opens, and closes when an update failed.
         compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
+        run: names the versions of this sender: a number of another run's says nothing about which is newer.
 
     Attributes:
         newest: highest version that an engine reported when it joined.
         delivered: version that all engines hold, on which a partial update can build; None if unknown.
     """
 
-    def __init__(self, engine: EngineClient, transport: Transport, *, compares: bool, rehearse: str) -> None:
-        self.engine, self._transport = engine, transport
+    def __init__(self, engine: EngineClient, transport: Transport, *, compares: bool, rehearse: str, run: str) -> None:
+        self.engine, self._transport, self.run = engine, transport, run
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
         self._id = ""
@@ -162,7 +163,8 @@ class Connection:
         for row in rows:
             known = self._rows.get(row.engine)
             kept = row.version if row.version is not None or known is None else known.version
-            self._rows[row.engine] = replace(row, version=kept)
+            run = self.run if row.version is not None else "" if known is None else known.run
+            self._rows[row.engine] = replace(row, version=kept, run=run)
 
     def rows(self) -> tuple[EngineRow, ...]:
         """Return what is known of each engine that took part in the last update or join."""

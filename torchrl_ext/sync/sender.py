@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -134,7 +135,7 @@ class WeightSender:
         self._collectors: list[weakref.ref[Any]] = []
         self._logs = Logs()
         self._spans, self._stats = Spans(), TransferStats()
-        self._attempted = 0
+        self._attempted, self._run = 0, uuid.uuid4().hex
         self._refused: frozenset[str] | None  # names of a partial update that these engines refused
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self._connect_to(engine)
@@ -466,7 +467,8 @@ class WeightSender:
     def _connect_to(self, engine: EngineClient) -> None:
         """Switch to ``engine``; its workers join before the next version."""
         self.engine, self._refused = engine, None
-        self._connection = Connection(engine, self._transport, compares=self._verify, rehearse=self._rehearse)
+        how: dict[str, Any] = {"compares": self._verify, "rehearse": self._rehearse, "run": self._run}
+        self._connection = Connection(engine, self._transport, **how)
 
     def _report(self, source: UpdateSource, started: float, error: Exception | None = None) -> SyncReport:
         stats, total = self._stats, time.perf_counter() - started
@@ -501,6 +503,7 @@ class WeightSender:
             part=source.part is not None and not error,
             error=why(error) if error else None,
             began=time.time() - total,
+            run=self._run,
             timeline=tuple(sorted(phases, key=attrgetter("end_s"))),
         )
 
