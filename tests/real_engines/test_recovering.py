@@ -14,6 +14,7 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import calling, finished
 from tests.real_engines.served import sending
+from tests.sync.ends import before
 from tests.turns import CLOSE, PROMPTS, die, gap
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Inspect
@@ -108,20 +109,18 @@ def test_damaged_files_are_refused_before_the_pause(served, tmp_path):
     assert served.says(good) and not served.paused()
 
 
-def test_files_damaged_during_pause_leave_engine_paused(served, tmp_path, monkeypatch):
+def test_files_damaged_during_pause_leave_engine_paused(served, tmp_path):
     """Files damaged during the pause leave the engine paused, as the error says, until the next update."""
     good, folder = tiny_model(71), tmp_path / "damaged"
     engine = tx.make_engine(served.kind, url=served.url)
-    begin = engine.begin
 
-    def begin_and_damage(version):  # what the engine has looked at is overwritten before it loads it
-        begin(version)
-        for shard in folder.glob(f"weight_v{version:06d}/*.safetensors"):
+    def damage():  # what the engine has looked at is overwritten before it loads it
+        for shard in folder.glob("weight_v*/*.safetensors"):
             with shard.open("r+b") as file:
                 file.seek(-64, 2)
                 file.write(b"\xff" * 64)
 
-    monkeypatch.setattr(engine, "begin", begin_and_damage)
+    before(engine, "load", damage)
     with pytest.raises(tx.WeightSyncError, match="is paused and holds") as error:
         tx.WeightSender(tx.DiskTransport(folder), engine).update_weights(good)
     assert error.value.rows[0].state == "paused" and served.paused()
