@@ -151,7 +151,7 @@ class VLLMSource(WeightSource):
 class ClientPort(Port):
     """The servers behind a client with the methods of vLLM's ``VLLMWeightSyncClient``, as one engine that stays paused.
 
-    `Load`, `Verify` and `Seal` go through its ``update_weights``, others through ``init_weight_transfer_engine``, whose
+    `Load` and `Verify` go through its ``update_weights``, others through ``init_weight_transfer_engine``, whose
     answers are in the words of the client's exception. A client of several servers raises the error of one of them, so
     a message is sent in a `torchrl_ext.base.routes.envelope` until no engine answers.
 

@@ -84,13 +84,13 @@ class Steps:
         """Set the state in the row."""
         self.row = replace(self.row, state=state)
 
-    def look(self, what: str) -> tuple[bool, EngineState]:
-        """Ask whether the engine serves, and how its weights are, for step ``what``, which has changed nothing yet."""
+    def look(self, what: str) -> EngineState:
+        """Note whether the engine serves, and return its state, for step ``what``, which has changed nothing yet."""
         with self.step(what, state=f"{self.port.url} was asked for nothing"):
             paused, state = self.port.paused(), self.port.state()
         self._pauses = paused is not None
         self.note("paused" if paused or state.asleep else "serving")
-        return not (paused or state.asleep), state
+        return state
 
     def pause(self, what: str) -> bool:
         """Pause the engine, and return whether it served before; if that fails, one that served is resumed."""
@@ -357,7 +357,7 @@ class Engine(EngineClient):
         if not joined.port.plugin:
             return joined.proof
         steps, what = Steps(joined.port), "rehearse an update"
-        _, state = steps.look(what)
+        state = steps.look(what)
         with steps.step(what):
             steps.wake(_WEIGHTS, state.asleep)
             answers = _rehearsal(joined, Rehearse(how=how, ask=True))
@@ -493,7 +493,7 @@ class EngineUpdate(Update):
             self._joined.call(Start())
 
     def _wake_weights(self, what: str) -> None:
-        _, state = self._steps.look(what)
+        state = self._steps.look(what)
         with self._steps.step("wake its weights", state=f"{self._joined.port.url} sleeps"):
             self._steps.wake(_WEIGHTS, state.asleep)
         self._asleep = state.asleep - _WEIGHTS
