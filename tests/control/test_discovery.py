@@ -211,30 +211,6 @@ def test_an_answer_with_any_fields_is_described_or_refused(data):
         assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
 
 
-@pytest.mark.parametrize(
-    ("make", "described", "found"),
-    [
-        (
-            "vllm",
-            {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}},
-            ("prefill", "/models/policy", 2, 3),
-        ),
-        ("sglang", SGLANG, ("regular", "/models/policy", 2, 1)),
-    ],
-)
-def test_discovery_reads_what_an_engine_says_by_either_route(make, described, found):
-    with FakeEngine(make) as fake:
-        fake.label, size = "7", found[2] * found[3]
-        fake.answers = {"GET /server_info": described, "GET /get_world_size": {"world_size": size}}
-        (info,) = tx.discover(fake.url)
-        assert (info.kind, info.worker_type, info.model, info.tp_size, info.dp_size) == (make, *found)
-        assert (info.weight_version, info.pp_size, info.world_size, info.num_gpus) == ("7", 1, size, size)
-        assert info.version and {"disk", "collective", "delta"} <= set(info.transports) - {"memory"}
-        fake.answers |= {"GET /get_server_info": described, "GET /server_info": (404, {})}
-        assert tx.discover(fake.url) == [tx.make_engine(make, url=fake.url).info()] == [info]
-        assert [engine.kind for engine in tx.connect(fake.url).engines] == [make]
-
-
 def dove(session):
     return EngineInfo(url=session.url, kind="dove", model=session.get("/coo")["model"])
 

@@ -55,18 +55,6 @@ def test_update_wakes_weights_first_and_kv_cache_last(fake, trainer, level):
     assert fake.serving
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_every_colocated_step_works_with_its_own_client(fake, trainer, level):
-    """Sleep, wake of weights, update and wake of the KV cache may each come from a new client."""
-    client(fake).sleep(level)
-    client(fake).wake_up(["weights"])
-    assert fake.asleep == ALL[fake.kind] - {"weights"} and fake.paused
-    trainer.update(client(fake), 2)
-    client(fake).wake_up(["kv_cache"])
-    client(fake).wake_up()
-    assert fake.serving and fake.whole
-
-
 @pytest.mark.parametrize("stranger", [False, True])
 def test_sleeping_engine_without_weights_serves_after_update(fake, trainer, stranger):
     """A sleeping engine refuses resume; once its weights are gone, only an update lets it serve."""

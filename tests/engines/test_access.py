@@ -179,15 +179,6 @@ def test_inspect_of_disallowed_root_names_roots_variable(tmp_path, monkeypatch):
     assert not answer["seen"] and "TORCHRL_EXT_ROOTS" in answer["remedy"]
 
 
-def test_oversized_request_body_is_refused(http):
-    def body():
-        for _ in range(65):
-            yield b" " * (1 << 20)
-
-    answer = http.post("/collective_rpc", content=body(), headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("route", ["/resume", "/wake_up", "/sleep?level=1"])
 def test_a_version_ends_when_somebody_resumes_the_engine(server, http, tmp_path, route):
     """Nothing of a version that was started is loaded into an engine that went on, or sleeps."""

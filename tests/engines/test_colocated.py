@@ -13,7 +13,7 @@ from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of
 from tests.sync.by_hand import invitation, prepared, told
-from torchrl_ext.base.errors import EngineError, EngineRefusedError
+from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.messages import Finish, Start, State
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import InferenceClient
@@ -84,19 +84,6 @@ def test_many_syncs_match_a_cold_load_and_leak_no_segments(server, sender):
     assert not [name for name in os.listdir("/dev/shm") if "torchrl_ext" in name]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_an_update_wakes_a_sleeping_engine(server, engine, sender, level):
-    sender.update_weights(tiny_model(3))
-    engine.sleep(level)
-    assert ask(server, "/is_paused")["is_paused"]
-    assert asleep(server) == (["kv_cache", "weights"] if level else [])
-    model = tiny_model(4)
-    report = sender.update_weights(model)
-    assert report.verified and report.engines[0].state == "serving"
-    assert not ask(server, "/is_sleeping")["is_sleeping"] and asleep(server) == []
-    assert tokens(server) == greedy(model)
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
 def test_a_sync_takes_a_buffer_and_level_two_gives_weights_back(tmp_path):
     model = tiny_model(0, **WIDE)
@@ -117,21 +104,6 @@ def test_a_sync_takes_a_buffer_and_level_two_gives_weights_back(tmp_path):
             assert before - resident_bytes(server.pid) > 0.8 * nbytes
             sender.update_weights(model)
             assert resident_bytes(server.pid) - before < 0.2 * nbytes
-
-
-def test_an_engine_without_weights_does_not_serve(server, engine, sender):
-    sender.update_weights(tiny_model(3))
-    engine.sleep(2)
-    for refused in (engine.resume, engine.wake_up, lambda: engine.wake_up(["weights", "kv_cache"])):
-        with pytest.raises(EngineRefusedError, match="slept at level 2"):
-            refused()
-    stranger = tx.make_engine("embedded", url=server.url)  # who did not see it fall asleep
-    with pytest.raises(EngineRefusedError, match="holds no weights"):
-        stranger.wake_up()
-    stranger.update(7).begin()  # wakes the weights, and nothing else
-    assert asleep(server) == ["kv_cache"]
-    assert httpx.get(f"{server.url}/weights_digest").status_code == 409
-    assert ask(server, "/is_paused")["is_paused"]
 
 
 def test_colocated_steps_work_from_separate_clients(server, sender):

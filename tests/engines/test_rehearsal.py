@@ -20,7 +20,7 @@ from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.engines import runtime
 from torchrl_ext.engines.loader import EngineLoader
-from torchrl_ext.engines.rehearsal import changed, chosen_positions, content
+from torchrl_ext.engines.rehearsal import changed, chosen_positions
 from torchrl_ext.engines.runtime import RULES, reachable
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -324,14 +324,6 @@ def test_dummy_model_with_complex_parameter_is_rehearsed(dtype):
     assert (
         torch.equal(loader.model.module(PROBE), outputs(complex_norm(1))) and verdicts(engine)["Model"] == "by reload"
     )
-
-
-NUMBERS = st.lists(st.integers(0, 9), min_size=2, max_size=2)
-
-
-@given(NUMBERS, NUMBERS)
-def test_content_digest_ignores_order_of_two_numbers(one, other):
-    assert (content(torch.tensor(one)) == content(torch.tensor(other))) is (sorted(one) == sorted(other))
 
 
 @given(

@@ -120,15 +120,6 @@ def test_a_delta_lands_and_the_callers_pause_stays(engine, history):
     assert serves(engine, history[2]) and engine.label == "two" and engine.paused
 
 
-def test_deltas_that_are_decoded_with_all_old_bytes_land(engine, checkpoint, tmp_path):
-    with tx.DeltaTransport(tmp_path, encoding="context") as trainer:
-        for seed in (5, 6):
-            trainer.send_weights(tiny_model(seed))
-    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path)})
-    sent = tiny_model(6).state_dict()
-    assert serves(engine, {name: sent[name] for name in load_file(f"{checkpoint}/model.safetensors")})
-
-
 @pytest.mark.parametrize("flush", [True, False])
 def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, flush):
     ask(engine, LOAD, delta(history, 1, flush_cache=flush))

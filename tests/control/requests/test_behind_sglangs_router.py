@@ -103,27 +103,3 @@ def test_session_stays_on_one_engine_while_sessions_use_both(make):
         places[session].add(token)
     assert all(len(engines) == 1 for engines in places.values())
     assert set.union(*places.values()) == {1, 2}
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("make", ["vllm", "sglang"])
-def test_sampling_fields_pass_sglangs_router_and_partly_vllms(make):
-    """When vLLM's hands on all of it, SGLang engines can have either."""
-
-    class Listening(Engine):
-        def answer(self, method, path, query, body):
-            told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
-            return (200, {"output_ids": [1], "meta_info": told}) if path == "/generate" else (200, {})
-
-    sampling = {"max_tokens": 1, "temperature": 0.5, "seed": 7, "min_tokens": 1, "top_p": 0.9, "stop_token_ids": [9]}
-    with serving(Listening()) as engine:
-        with Routing([tx.EngineInfo(url=engine.url, kind="sglang")], make=make, **settings_for_router(make)) as routing:
-            client = RemoteInferenceClient.of(routing, timeout_s=60, tokenizer=tiny_tokenizer())
-            client.run(client.generate({"prompt_token_ids": [PROMPT], "sampling_params": sampling}))
-            client.close()
-        (told,) = [body["sampling_params"] for _, path, body in engine.calls if path == "/generate"]
-    wanted = {"max_new_tokens": 1, "temperature": 0.5, "top_p": 0.9, "stop_token_ids": [9]}
-    wanted |= {"sampling_seed": 7, "min_new_tokens": 1} if make == "sglang" else {}
-    found = {name: value for name, value in told.items() if value is not None}
-    assert found == {**found, **{name: pytest.approx(value) for name, value in wanted.items()}}
-    assert ("sampling_seed" in found) is ("min_new_tokens" in found) is (make == "sglang")

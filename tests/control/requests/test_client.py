@@ -70,14 +70,6 @@ def test_generation_has_logprobs_finish_reason_and_versions(client):
     assert found.finish_reason == "stop" and found.token_ids[-1] == stop
 
 
-def test_a_seed_repeats_a_batch_and_differs_within_it(client):
-    first, again = (client.generate([PROMPT, PROMPT], n=3, max_tokens=12, seed=7) for _ in range(2))
-    assert [one.token_ids for one in first] == [one.token_ids for one in again]
-    assert len({one.token_ids for one in first}) == 6
-    other = client.generate([PROMPT, PROMPT], n=3, max_tokens=12, seed=8_000)
-    assert {one.token_ids for one in other}.isdisjoint(one.token_ids for one in first)
-
-
 def test_bad_prompt_is_refused_and_no_prompts_give_no_results(client):
     """A bad prompt is refused before any request is sent; an empty list of prompts gives an empty list."""
     for bad in ([], [0.5]):

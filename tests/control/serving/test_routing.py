@@ -21,9 +21,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import RouterProcess
 
 pytestmark = pytest.mark.engine
 
@@ -85,16 +83,6 @@ def test_control_calls_to_a_router_reach_no_engine(routing, urls):
     assert not any(httpx.get(f"{url}/is_paused").json()["is_paused"] for url in urls)
 
 
-def test_every_engine_is_registered_with_a_given_router(urls):
-    """A given router gets every engine, also twice, and runs on after the routing is closed."""
-    with RouterProcess(**settings_for_router("vllm")) as process, Routing.over(*urls, router=process.url) as routing:
-        assert routing.url == process.url and listed(routing.url) == set(urls)
-        routing.close()
-        assert process.alive()
-        with Routing.over(*urls, router=process.url) as again:  # registering twice is fine
-            assert listed(again.url) == set(urls)
-
-
 def test_requests_of_a_removed_engine_go_on_at_another(routing, client, urls):
     """One engine is paused by a failed update and stays so; nobody loses a token by it."""
 
@@ -151,16 +139,3 @@ def test_tokens_keep_versions_while_weights_change_ten_times(routing, tmp_path, 
         versions = answer.token_versions()
         assert len(answer.token_ids) == len(versions) == len(answer.logprobs) == 20
         assert versions == sorted(versions) and first <= versions[0] and versions[-1] <= last
-
-
-def test_router_pools_are_fixed_at_its_start(urls):
-    """A router has its pools from the start; pools that lack decode engines or mix kinds are refused."""
-    with RouterProcess(prefill=[urls[0]], decode=[urls[1]], **settings_for_router("vllm")) as process:
-        router = RouterClient(process.url)
-        router.expect(urls)
-        types = {worker.url: worker.worker_type for worker in router.workers()}
-        assert types == {urls[0]: "prefill", urls[1]: "decode"}
-    with pytest.raises(ConfigError, match="prefill engines only"):
-        RouterProcess(prefill=[urls[0]])
-    with pytest.raises(ConfigError, match="pools and regular engines"):
-        RouterProcess(urls, prefill=[urls[0]], decode=[urls[1]])

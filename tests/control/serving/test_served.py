@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import httpx
-import psutil
 import pytest
 
 import torchrl_ext as tx
@@ -90,13 +89,3 @@ def test_only_models_that_follow_the_trainer_get_weight_calls(job, tmp_path):
     assert found.token_ids == tuple(greedy(trained, PROMPT, 8))
     assert found.token_versions() == [report.version] * 8
     assert generated(job.model("reference")).token_ids == tuple(greedy(tiny_model(0), PROMPT, 8))
-
-
-@pytest.mark.exhaustive
-def test_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
-    path = tmp_path / "engines.yaml"
-    path.write_text("embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
-    settings = {"dtype": "float32", "threads": 1, "router": settings_for_router("vllm")}
-    with OwnedEngines(path, hf_checkpoint=checkpoint, **settings) as job:
-        process = psutil.Process(job.engines["a/regular/0"].pid)
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -180,16 +180,6 @@ class TestTokens:
 
 
 class TestPauses:
-    def test_keep_freezes_what_runs_and_lets_it_go_on(self, engine, model):
-        running = runs(engine, 5)[0].future
-        engine.pause("keep", 10)
-        engine.pause("keep", 10)  # twice is no more
-        later = submit(engine, PROMPT[:3])
-        assert not running.done() and engine.scheduler.running == 1
-        engine.resume()
-        assert running.result(60)[0].token_ids == greedy(model, PROMPT, 16)
-        assert later.result(60)[0].token_ids == greedy(model, PROMPT[:3], 16)
-
     def test_wait_pause_finishes_old_requests_and_holds_new_ones(self, engine):
         running = [submit(engine, max_tokens=40) for _ in range(70)]  # more than fit one pass
         with ThreadPoolExecutor(2) as callers:  # a second one does not cut the first one's wait short
@@ -226,14 +216,6 @@ class TestPauses:
             generate(engine)
         hook.remove()
         assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16) and engine.scheduler.alive
-
-    def test_a_request_that_nobody_waits_for_leaves_its_row(self, engine):
-        (job,) = runs(engine, 5)
-        engine.pause("keep", 10)
-        job.cancelled = True
-        engine.resume()
-        Deadline(60).poll(lambda: engine.scheduler.running == 0, "the row stayed")
-        assert not job.future.done()
 
     def test_the_end_of_the_engine_ends_what_runs(self, checkpoint):
         engine = EmbeddedEngine(str(checkpoint), dtype="float32")

@@ -113,26 +113,6 @@ def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeyp
     assert "secret" in caplog.text
 
 
-def test_state_has_tags_pause_emptiness_and_wholeness(http, in_service):
-    in_service(0)
-
-    def state():
-        answer = told(http, State())
-        assert http.get("/is_sleeping").json()["is_sleeping"] == bool(answer["asleep"])
-        assert answer["paused"] == http.get("/is_paused").json()["is_paused"]
-        return answer["asleep"], answer["paused"], answer.get("empty", False), answer["whole"]
-
-    assert state() == ([], False, False, True)
-    for level, expected in (("0", []), ("1", ["kv_cache", "weights"]), ("2", ["kv_cache", "weights"])):
-        assert http.post("/sleep", params={"level": level}).json() == {"status": "sleeping", "level": int(level)}
-        assert state() == (expected, True, level == "2", True)
-    assert http.post("/sleep", params={"level": "3"}).status_code == 400
-    assert http.post("/wake_up", params={"tags": "weights"}).json() == {"status": "sleeping", "tags": ["weights"]}
-    assert state() == (["kv_cache"], True, True, True)
-    in_service(0)
-    assert state() == ([], False, False, True)
-
-
 def test_a_reader_that_leaves_ends_its_request(http, client):
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
     with pytest.raises(httpx.ReadTimeout):
@@ -185,9 +165,3 @@ def test_health_answers_during_a_join_and_another_trainer_joins(server, http, in
     thread.join(timeout=60)
     assert "error" in answers[0]
     absent.shutdown()
-
-
-def test_what_the_engine_says_of_itself(server, checkpoint):
-    (info,) = tx.discover(server.url)
-    assert (info.kind, info.world_size, info.model) == ("embedded", 1, str(checkpoint))
-    assert {"disk", "collective"} <= set(info.transports) and "memory" not in info.transports
