@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from pathlib import Path
 
 import httpx
@@ -17,8 +16,6 @@ from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.messages import Finish, Start, State
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import InferenceClient
-from torchrl_ext.control.serving.sglang import SGLangServer
-from torchrl_ext.control.serving.vllm import VLLMServer
 
 BUCKET_BYTES = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 512}
@@ -136,21 +133,3 @@ def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender,
         answers += [say(server, message) for message in (load, Finish(version=9))]
     assert "missing" in answers[-1]["error"]["what"] and not any("error" in one for one in answers[:-1]), answers
     assert ask(server, "/is_paused")["is_paused"]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "flags"),
-    [(VLLMServer, "--enable-sleep-mode"), (SGLangServer, "--enable-memory-saver --enable-weights-cpu-backup")],
-)
-def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, monkeypatch, launcher, flags):
-    noting, arguments = tmp_path / "python", tmp_path / "arguments"
-    noting.write_text(f'#!/bin/sh\necho "$@" > {arguments}\nexit 1\n')
-    noting.chmod(0o700)
-    for on_gpu, wanted, expected in ((True, True, True), (True, False, False), (False, True, False)):
-        seen = "cuda" if on_gpu else ""
-        monkeypatch.setattr("torchrl_ext.control.serving.server.accelerator", lambda seen=seen: seen)
-        monkeypatch.setattr(sys, "executable", str(noting))
-        with pytest.raises(EngineError):
-            launcher(tmp_path, python=noting, sleep_mode=wanted)
-        assert (flags in arguments.read_text()) == expected
-        monkeypatch.undo()

@@ -76,7 +76,6 @@ def engine(request, checkpoint, monkeypatch):
 
 
 only = pytest.mark.parametrize
-embedded_only = only("engine", ["embedded"], indirect=True)
 
 
 def ask(engine, route, body=None, expected=200):

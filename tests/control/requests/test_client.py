@@ -19,6 +19,7 @@ from torchrl_ext.base.errors import (
     EngineUnreachableError,
     RouteAbsent,
 )
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.requests.client import Generation, InferenceClient, VersionSpan
 from torchrl_ext.control.serving.processes import free_port
 
@@ -276,3 +277,18 @@ def test_close_ends_running_requests_and_next_call_reconnects(engines):
     for one in (client, pickle.loads(pickle.dumps(client))):
         assert len(one.generate([PROMPT], max_tokens=2)) == 1
         one.close()
+
+
+def test_tokenize_and_detokenize_requests_go_to_an_engine():
+    """SkyRL's client sends them to an engine that answers, since the router has no route for them."""
+    told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+    with FakeEngine("sglang") as router, FakeEngine("sglang") as engine, FakeEngine("sglang") as gone:
+        gone.close()
+        router.answers["POST /generate"] = (200, {"output_ids": [3, 4], "meta_info": told})
+        engine.answers["POST /detokenize"] = lambda body: (200, {"text": " ".join(map(str, body["tokens"]))})
+        engine.answers["POST /tokenize"] = (200, {"tokens": [5, 6]})
+        urls = [gone.url, engine.url]
+        client = RemoteInferenceClient(proxy_url=router.url, server_urls=urls, kind="sglang", timeout_s=30)
+        assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
+        assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
+        client.close()

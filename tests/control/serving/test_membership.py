@@ -16,6 +16,7 @@ from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
+from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines, parse_plans
 
 
@@ -187,6 +188,9 @@ def test_unroutable_engines_and_settings_are_refused_early(urls, routers):
     ):
         with pytest.raises(ConfigError, match=words):
             Routing(engines, **more)
+    for pools, words in (((), "prefill engines only"), (("http://h:1",), "pools and regular engines")):
+        with pytest.raises(ConfigError, match=words):
+            RouterProcess(pools, prefill=["http://h:2"], decode=[*pools])
     assert not routers.specs
 
 

@@ -111,6 +111,16 @@ def test_plugin_folder_is_removed_when_the_server_cannot_start(plugin):
     assert (folder != "None") == plugin and not Path(folder).exists()
 
 
+@pytest.mark.parametrize(
+    ("spec", "flags"),
+    [(VLLMSpec, "--enable-sleep-mode"), (SGLangSpec, "--enable-memory-saver --enable-weights-cpu-backup")],
+)
+def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, spec, flags):
+    for cpu, wanted in ((False, True), (False, False), (True, True)):
+        command = spec(tmp_path, cpu=cpu, sleep_mode=wanted).command(1)
+        assert (flags in " ".join(command)) is (wanted and not cpu)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 64])
 def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, workers):
     spec = SGLangSpec(tmp_path, cpu=True, tensor_parallel_size=workers)

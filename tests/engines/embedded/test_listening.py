@@ -103,10 +103,13 @@ def test_without_the_key_a_request_is_refused_before_its_body():
 
 def test_no_route_but_that_of_probes_is_open():
     app = server_module.make_app(Held(), api_key=KEY)
+    rows = [(method, route.path) for route in app.routes for method in route.methods]
     with TestClient(app) as stranger:
-        rows = [(method, route.path) for route in app.routes for method in route.methods]
-        found = {path: stranger.request(method, path).status_code for method, path in rows}
-    assert found.pop("/health") == 200 and len(found) > 10 and set(found.values()) == {401}
+        for headers in ({}, {"authorization": "Bearer open"}, {"authorization": f"Basic {KEY}"}):
+            answers = {path: stranger.request(method, path, headers=headers) for method, path in rows}
+            assert answers.pop("/health").status_code == 200 and len(answers) > 10
+            assert {answer.status_code for answer in answers.values()} == {401}
+            assert "API key" in answers["/pause"].json()["error"]["message"]
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
