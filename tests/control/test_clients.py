@@ -1,24 +1,25 @@
-"""The vLLM client and what releases and settings of a server change; the real server is in tests/real_engines."""
+"""The clients of vLLM and SGLang, and what settings of a server change; the real ones are in tests/real_engines."""
+
+import json
+from contextlib import ExitStack
 
 import pytest
 
 import torchrl_ext as tx
-from tests.control.engines import Trainer, client
-from tests.control.engines import running as fakes
-from tests.control.servers import CONFIG, asked_of
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
+from tests.control.engines import Trainer, client, running
+from tests.control.servers import CONFIG, asked_of, in_turn
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.control.makes.vllm import vllm_engine
 
-JOIN = {"transport": "disk", "params": [], "offer": {}}
-SOLE = {**CONFIG, "parallel_config": {}}
+VLLM = {**CONFIG, "parallel_config": {}}
+SGLANG = {"model_path": "/models/start", "tp_size": 1, "disaggregation_mode": "null", "version": "0.5.23"}
+STORE = {"hicache_storage_backend": "file"}
+CONNECTED = {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}
+RESET, FLUSH, CLEAR = "POST /reset_prefix_cache", "POST /flush_cache", "POST /hicache/storage-backend/clear"
+HELD, BUSY = (200, {"success": False}), (400, "Flush cache failed.")
+LOADS = {"loads": [{"dp_rank": 0, "num_waiting_reqs": 1, "num_running_reqs": 2}]}
 GONE = (404, {"detail": "Not Found"})
-
-
-@pytest.fixture
-def fake():
-    with fakes("vllm") as fake:
-        yield fake
 
 
 @pytest.fixture(scope="module")
@@ -26,68 +27,144 @@ def trainer(tmp_path_factory):
     return Trainer(tmp_path_factory.mktemp("versions") / "trainer", (8,))
 
 
-def test_prefix_cache_reset_is_retried_until_it_is_dropped(fake, trainer):
-    """A busy prefix cache is reset again until it is dropped; at the deadline the engine serves as before."""
-    busy, reset = (200, {"success": False}), "POST /reset_prefix_cache"
-    answers = [busy, busy, (200, {"success": True})]
-    fake.answers[reset] = lambda asked: answers.pop(0)
+@pytest.fixture
+def started():
+    """Makes fakes that were started with these settings."""
+    with ExitStack() as ends:
+
+        def start(port, **settings):
+            fake = ends.enter_context(running(port))
+            if settings:
+                facts = {**SGLANG, **settings} if fake.kind == "sglang" else {"vllm_config": {**VLLM, **settings}}
+                fake.answers["GET /server_info"] = 200, facts
+            return fake
+
+        yield start
+
+
+def order(fake):
+    """Messages by their kinds, and routes, in order."""
+    return [call.kind or call.route for call in fake.calls]
+
+
+# keys and values of old weights
+
+
+@pytest.mark.parametrize(
+    ("port", "route", "busy", "free"),
+    [("vllm", RESET, HELD, {"success": True}), ("stock-sglang", FLUSH, BUSY, b"Cache flushed.")],
+    ids=["vllm", "sglang"],
+)
+def test_a_cache_in_use_is_dropped_as_soon_as_it_is_free(port, route, busy, free, started, trainer):
+    fake = started(port)
+    fake.answers[route] = in_turn(busy, busy, (200, free))
     trainer.update(client(fake), 8)
-    kinds = [call.kind or call.route for call in fake.calls]
-    assert kinds[kinds.index("start") :][:5] == ["start", *[reset] * 3, "load"]
-    fake.answers[reset] = busy
-    engine = client(fake, timeout_s=0.5)
-    with pytest.raises(EngineRefusedError, match=r"could not drop.*serves again"):
-        trainer.update(engine, 8)
-    assert fake.serving
+    assert fake.counts[route] == 3 and fake.serving
+
+
+@pytest.mark.parametrize(
+    ("port", "settings", "answers", "how", "words"),
+    [
+        ("vllm", {}, {RESET: HELD}, {"timeout_s": 0.5}, "could not drop.*serves again"),
+        ("stock-sglang", {}, {FLUSH: BUSY, "GET /v1/loads": LOADS}, {"flush_timeout_s": 0.2}, r"2 running, 1 waiting"),
+        ("sglang", {}, {}, {"pause_mode": "in_place"}, "paused in place.*0 running.*keep_cache=True"),
+        ("sglang", STORE, {CLEAR: (400, "busy")}, {}, "could not clear the store.*busy.*serves again"),
+        ("sglang", STORE, {}, {"keep_cache": True}, "in a store.*old weights"),
+        ("vllm", CONNECTED, {}, {"keep_cache": True}, "KV connector LMCacheConnectorV1.*old weights"),
+    ],
+)
+def test_an_engine_that_keeps_old_keys_serves_its_old_weights(port, settings, answers, how, words, started, trainer):
+    fake = started(port, **settings)
+    fake.answers |= answers
+    with pytest.raises(WeightSyncError, match=f"(?s){words}"):
+        trainer.update(client(fake, **how), 8)
+    assert fake.serving and set(fake.versions.values()) == {0}
+    assert "keep_cache" not in how or not {"POST /pause", "POST /pause_generation"} & {*order(fake)}
+
+
+@pytest.mark.parametrize("setting", [STORE, {"enable_lmcache": True}])
+def test_a_store_of_keys_is_cleared_after_the_flush(setting, started, trainer):
+    fake = started("sglang", **setting)
+    fake.answers[CLEAR] = 200, b"cleared"
+    trainer.update(client(fake), 8)
+    calls = order(fake)
+    assert calls.index("flush") < calls.index(CLEAR) < calls.index("POST /begin_weight_update")
 
 
 @pytest.mark.parametrize("seeing", [None, {"mm_processor_cache_gb": 4}])
-def test_encoder_cache_is_reset_for_a_multimodal_model_only(seeing, fake, trainer):
-    config = {**SOLE, "model_config": {**CONFIG["model_config"], "multimodal_config": seeing}}
-    fake.answers |= {"GET /server_info": (200, {"vllm_config": config}), "POST /reset_encoder_cache": (200, {})}
+def test_encoder_cache_is_reset_for_a_multimodal_model_only(seeing, started, trainer):
+    fake = started("vllm", model_config={**CONFIG["model_config"], "multimodal_config": seeing})
+    fake.answers["POST /reset_encoder_cache"] = 200, {}
     trainer.update(client(fake), 8)
     assert fake.counts["POST /reset_encoder_cache"] == bool(seeing) and fake.serving
 
 
-def test_a_server_that_hands_its_keys_on_must_not_keep_them(fake, trainer):
-    connected = {**SOLE, "kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}
-    fake.answers["GET /server_info"] = 200, {"vllm_config": connected}
-    with pytest.raises(ConfigError, match=r"KV connector LMCacheConnectorV1.*old weights"):
-        trainer.update(client(fake, keep_cache=True), 8)
-    assert "join" not in [call.kind for call in fake.calls]
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_disaggregated_pools_pause_by_aborting_requests(role, started, trainer):
+    """Running requests would keep the cache in use."""
+    fake = started("sglang", disaggregation_mode=role)
     trainer.update(client(fake), 8)
+    assert [call.body for call in fake.calls if call.route == "POST /pause_generation"] == [{"mode": "abort"}]
 
 
-@pytest.mark.parametrize("given", [(3, None), (1, ["weights"]), (1, []), (0, ["cache"])])
-def test_unknown_sleep_level_or_tag_is_refused_without_a_request(given):
-    with pytest.raises(ConfigError, match=r"sleep|tags"):
-        vllm_engine("host:1").sleep(*given)
+# what workers answer
 
 
-def test_a_prefetch_is_asked_after_until_it_is_over_or_late(fake):
-    working, done = {"results": [{}, {"working": True}]}, {"results": [{}, {}]}
+@pytest.mark.parametrize(
+    ("port", "route", "answer", "words"),
+    [
+        ("sglang", "GET /model_info", {"weight_version": "7"}, "calls its weights '7'.*Expected: '8'"),
+        ("stock-vllm", "POST /update_weight_version", (500, {"detail": "no"}), "finish version 8"),
+    ],
+)
+def test_a_label_that_did_not_take_keeps_the_engine_paused(port, route, answer, words, started, trainer):
+    fake = started(port)
+    fake.answers[route] = answer
+    with pytest.raises(EngineRefusedError, match=words):
+        trainer.update(client(fake), 8)
+    assert not fake.serving
+
+
+def test_replicas_take_no_part_in_a_group(started):
+    with pytest.raises(EngineRefusedError, match=r"3 data-parallel replicas.*--dp-size 1"):
+        client(started("sglang", dp_size=3)).join({"transport": "collective", "params": [], "offer": {}})
+
+
+def test_answers_of_data_parallel_ranks_are_taken_together(started):
+    ranks = ((False, True), (True, False))
+    words = " | ".join(json.dumps({"torchrl_ext": "0", "working": one, "flushed": two}) for one, two in ranks)
+    fake = started("sglang")
+    fake.answers["POST /weights_checker"] = 200, {"success": True, "message": words}
+    engine = client(fake, load_timeout_s=2.0, flush_timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"did not stage version 1 within 2 s"):
+        engine.update(1).stage()
+    with pytest.raises(DeadlineError, match="not dropped"):
+        engine.update(1).begin()
+
+
+def test_a_prefetch_is_asked_after_until_it_is_over_or_late(started):
+    fake, working, done = started("vllm"), {"results": [{}, {"working": True}]}, {"results": [{}, {}]}
     answers = [done, working, working, done]
     fake.answers |= {kind: lambda asked: answers.pop(0) for kind in ("prefetch", "poll")}
     client(fake).update(3).stage()
-    kinds = [call.kind for call in fake.calls if call.kind not in ("", "state")]
-    assert kinds == ["prefetch", "poll", "poll", "poll"]
+    assert [kind for kind in order(fake) if kind in ("prefetch", "poll")] == ["prefetch", "poll", "poll", "poll"]
     fake.answers |= {"prefetch": done, "poll": working}
     with pytest.raises(DeadlineError, match=r"did not .* within 2 s"):
         client(fake, load_timeout_s=2.0).update(3).stage()
 
 
-def test_worker_error_is_quoted_whole(fake):
-    path = {"what": "StoreError: /root/a/weight_v31 is not there", "hint": "look"}
+def test_worker_error_is_quoted_whole(started):
+    fake, path = started("vllm"), {"what": "StoreError: /root/a/weight_v31 is not there", "hint": "look"}
     fake.answers["join"] = {"results": [{"error": path}, {"error": path}]}
     with pytest.raises(EngineRefusedError, match=r"^StoreError: /root/a/weight_v31 is not there.*Next: look"):
-        client(fake).join(JOIN)
+        client(fake).join({"transport": "disk", "params": [], "offer": {}})
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
-def test_a_version_is_confirmed_by_the_workers_of_all_replicas(fake, trainer, lost):
+def test_a_version_is_confirmed_by_the_workers_of_all_replicas(started, trainer, lost):
     """Two replicas of two workers stand behind the address; vLLM's own client hands on the first one's answers."""
     parallel = {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1}
-    fake.answers["GET /server_info"] = {"vllm_config": {**CONFIG, "parallel_config": parallel}}
+    fake = started("vllm", parallel_config=parallel)
     rows = [{"version": 8, "digest": trainer.digest(8), "workers": 2}] * 4
     fake.answers["finish"] = {"results": rows[lost:]}
     with pytest.raises(EngineRefusedError, match=f"{4 - lost} worker.*Expected: 4, of 2 engine"):
@@ -97,41 +174,47 @@ def test_a_version_is_confirmed_by_the_workers_of_all_replicas(fake, trainer, lo
         trainer.update(client(fake), 8)
 
 
-def test_workers_without_the_plugin_are_asked_nothing(trainer):
+def test_workers_without_the_plugin_are_asked_nothing(started, trainer):
     """Each would raise, and vLLM take one's reply for another's from then on."""
-    with fakes("stock-vllm") as fake:
-        engine = client(fake)
-        assert engine.pause() and engine.paused()
-        engine.resume()
-        with pytest.raises(EngineRefusedError, match=r"without our plugin.*install torchrl_ext"):
-            engine.inspect(Inspect())
-        with pytest.raises(EngineRefusedError, match="does not say what sleeps"):
-            engine.sleep(1)
-        trainer.update(engine, 8)
-        assert not any(call.kind for call in fake.calls) and fake.serving
+    fake = started("stock-vllm")
+    engine = client(fake)
+    assert engine.pause() and engine.paused()
+    engine.resume()
+    with pytest.raises(EngineRefusedError, match=r"without our plugin.*install torchrl_ext"):
+        engine.inspect(Inspect())
+    with pytest.raises(EngineRefusedError, match="does not say what sleeps"):
+        engine.sleep(1)
+    trainer.update(engine, 8)
+    assert not any(call.kind for call in fake.calls) and fake.serving
 
 
-def test_a_server_without_dev_routes_gets_the_hint(fake):
+# addresses and settings
+
+
+def test_a_server_without_dev_routes_gets_the_hint(started):
+    fake = started("vllm")
     fake.answers = {"GET /server_info": GONE, "POST /pause": GONE}
-    for call in (client(fake).info, lambda: client(fake).pause()):
+    for call in (client(fake).info, client(fake).pause):
         with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
             call()
 
 
-def test_connect_to_several_engines_gives_each_a_rank_offset(fake, trainer):
-    """Several addresses give one client with a rank offset for each engine; settings reach the client."""
-    with fakes("vllm") as other:
-        fake.answers["GET /get_world_size"] = {"world_size": 6}
-        fleet = tx.connect(fake.url, other.url)
-        assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.info().world_size == 7
-        fleet.join({**trainer.invitation(), "world_size": 8})
-        joins = [asked_of(call.body) for one in (fake, other) for call in one.calls if call.kind == "join"]
-        assert [join["rank_offset"] for join in joins] == [1, 7]
-        trainer.update(tx.connect(other.url, keep_cache=True), 8)
-        assert not other.counts["POST /reset_prefix_cache"]
+def test_connect_to_several_engines_gives_each_a_rank_offset(started, trainer):
+    fake, other = started("vllm"), started("vllm")
+    fake.answers["GET /get_world_size"] = {"world_size": 6}
+    fleet = tx.connect(fake.url, other.url)
+    assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.info().world_size == 7
+    fleet.join({**trainer.invitation(), "world_size": 8})
+    joins = [asked_of(call.body) for one in (fake, other) for call in one.calls if call.kind == "join"]
+    assert [join["rank_offset"] for join in joins] == [1, 7]
+    trainer.update(tx.connect(other.url, keep_cache=True), 8)
+    assert not other.counts[RESET]
 
 
-def test_addresses_are_checked_before_anything_is_asked():
+def test_what_cannot_work_is_refused_without_a_request():
+    for given in ((3, None), (1, ["weights"]), (1, []), (0, ["cache"])):
+        with pytest.raises(ConfigError, match=r"sleep|tags"):
+            vllm_engine("host:1").sleep(*given)
     with pytest.raises(ConfigError, match="given twice"):
         tx.discover("host:1", "http://host:1/")
     with pytest.raises(ConfigError, match="no engine address"):

@@ -9,7 +9,6 @@ from tests.control.test_exchanges import GROUP, LOAD, joining
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
 from torchrl_ext.base.types import Part
 
-LOADED = (200, {"results": [None]})
 FILES = {"transport": "disk", "params": [], "rank_offset": 1, "offer": {}}
 TENSORS = {**FILES, "transport": "collective"}
 VLLM, SGLANG = (joining(make) for make in ("vllm", "sglang"))
@@ -127,11 +126,3 @@ def test_stock_vllm_clears_failed_or_active_update_before_next(failed):
         left = ["shutdown_weight_transfer_engine"] * 2
         cleared = ["start_weight_update", "finish_weight_update", "start_weight_update"]
         assert again[:6] == [*left, "init_weight_transfer_engine", *cleared] and fake.serving
-
-
-def test_a_stock_vllm_that_does_not_take_its_label_stays_paused():
-    with running("stock-vllm") as fake:
-        fake.answers = {"POST /update_weight_version": (500, {"detail": "no"}), "POST /collective_rpc": LOADED}
-        with pytest.raises(EngineRefusedError, match="finish version 8"):
-            follow(client(fake), FILES, {"version": 8, "handoff": {"path": "/updates/8"}})
-        assert not fake.serving
