@@ -51,7 +51,6 @@ def refused(server, timeout_s=10.0):
 
 
 def test_discovery_tries_the_second_route_when_the_first_fails():
-    """Discovery asks the second route when the first does not help, and reports why both failed."""
     for first in ((404, {}), (200, b"<html>a proxy</html>"), (200, [1, 2]), (200, {"hello": "world"})):
         with scripted({"/server_info": first, "/get_server_info": (200, FLAT)}) as server:
             (info,) = tx.discover(server.url)
@@ -87,7 +86,6 @@ def test_what_is_no_engines_answer_is_refused_by_name(answer):
 
 
 def test_strange_world_size_is_refused_or_left_out():
-    """Discovery refuses an absurd world size, and leaves out unreadable world sizes and weight versions."""
     with FakeEngine("vllm") as fake:
         fake.answers["GET /get_world_size"] = {"world_size": 10**9}
         with pytest.raises(EngineRefusedError, match="world_size is '1000000000'"):
@@ -98,7 +96,6 @@ def test_strange_world_size_is_refused_or_left_out():
 
 
 def test_discovery_of_all_engines_has_one_deadline():
-    """All requests of a discovery share one deadline, and the error names the late engine and its route."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         scripted({"/server_info": (200, drip)}) as slow,
@@ -120,7 +117,6 @@ def dead(count):
 
 @pytest.mark.parametrize("ask", [tx.discover, tx.connect])
 def test_one_error_lists_every_address_that_failed(ask):
-    """One error lists the addresses of all engines that failed, without errors of the HTTP library."""
     gone = dead(2)
     with FakeEngine("vllm") as well, scripted({"/server_info": (200, {})}) as strange:
         with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines did not describe themselves") as caught:
@@ -144,7 +140,6 @@ def test_sglangs_server_info_alone_is_enough():
 
 @pytest.mark.parametrize("status", [401, 503])
 def test_sglang_server_with_closed_control_routes_is_described(status):
-    """Discovery describes an SGLang server that refuses its control routes, and `connect` refuses it."""
     with scripted({"/server_info": (200, SGLANG)}) as server:
         for route in ("/model_info", "/weights_checker"):
             server.script[route] = (status, {"error": "not for you"})
@@ -158,7 +153,6 @@ def test_sglang_server_with_closed_control_routes_is_described(status):
 
 
 def test_error_names_a_refused_api_key_or_absent_routes():
-    """Discovery reports a refused API key or absent routes, and never that the server is no engine."""
     for status, words in (
         (401, "requires an API key"),
         (403, "requires an API key"),

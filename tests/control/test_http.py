@@ -100,7 +100,6 @@ SHAPES = ("{}", '{{"error": {}}}', '{{"detail": {}}}', '{{"message": {}}}', '{{"
 
 @given(st.integers(400, 599), st.sampled_from(SHAPES), st.text("abc", min_size=1))
 def test_refusal_quotes_engine_message_and_flags_absent_route(status, shape, words):
-    """The error quotes the engine's message; status 404, 405 or 501 makes it a RouteAbsent."""
     with pytest.raises(EngineRefusedError) as caught:
         Answer(where="GET http://host/x", status=status, text=shape.format(f'"{words}"')).checked_json()
     assert caught.value.what == f"GET http://host/x answered {status}: {words}" and caught.value.status == status
@@ -142,7 +141,6 @@ def test_a_call_ends_at_its_deadline_whatever_the_server_does(slow, route):
 
 
 def test_slow_dns_hits_deadline_and_unknown_host_is_unreachable(monkeypatch):
-    """A slow name lookup raises DeadlineError; an unknown host raises EngineUnreachableError."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(LIMIT_S))
     with within_the_limit(), pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.\d+ s"):
@@ -170,7 +168,6 @@ def full(stack):
 
 
 def test_connect_timeout_is_unreachable_unless_deadline_is_first(monkeypatch):
-    """A connect timeout raises EngineUnreachableError; an earlier deadline raises DeadlineError."""
     with contextlib.ExitStack() as stack:
         monkeypatch.setattr("torchrl_ext.control.http._CONNECT_S", 0.3)
         session = HTTPSession(f"127.0.0.1:{full(stack)}")
@@ -182,8 +179,6 @@ def test_connect_timeout_is_unreachable_unless_deadline_is_first(monkeypatch):
 
 @pytest.mark.parametrize("words", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 4])
 def test_broken_connection_or_non_http_reply_is_unreachable(words, server):
-    """A connection that breaks, or a reply that is not HTTP, raises EngineUnreachableError."""
-
     def talk(connection, _):
         connection.recv(1 << 16)
         connection.sendall(words)

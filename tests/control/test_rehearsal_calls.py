@@ -27,7 +27,6 @@ def changes(server):
     ],
 )
 def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, proof):
-    """A rehearsal pauses an engine only if a worker needs it, and resumes it only with whole weights."""
     refused = pytest.raises(EngineRefusedError, match=r"layer.0 \(Experts\)") if "refused" in script else nullcontext()
     with running(post_collective_rpc=rehearsing(**script)) as server:
         engine = vllm_engine(server.url, timeout_s=5)
@@ -38,7 +37,6 @@ def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, pro
 
 
 def test_fleet_proof_is_the_weakest_proof_of_its_engines():
-    """A fleet's proof is its weakest engine's; an engine without rehearsals has the proof 'sent'."""
     with running(post_collective_rpc=rehearsing()) as one, running() as other:
         fleet = Fleet([vllm_engine(server.url, timeout_s=5) for server in (one, other)])
         assert fleet.rehearse() == "sent"

@@ -60,7 +60,6 @@ LENT = (FILES, "maps weights that a daemon owns.*--load-format")
     ],
 )
 def test_stock_server_lists_transports_and_refuses_the_others(make, facts, transports, refused):
-    """A stock server states its transports; any other join is refused before it changes the server."""
     with running(f"stock-{make}") as fake:
         described(fake, facts)
         (info,) = tx.discover(fake.url)
@@ -76,7 +75,6 @@ def test_stock_server_lists_transports_and_refuses_the_others(make, facts, trans
 
 @pytest.mark.parametrize("make", ["vllm", "sglang"])
 def test_stock_server_refuses_partial_version_and_verification(make):
-    """A stock server takes whole versions only and cannot verify the weights it holds."""
     with running(f"stock-{make}") as fake:
         engine = client(fake)
         engine.join(FILES)
@@ -88,7 +86,6 @@ def test_stock_server_refuses_partial_version_and_verification(make):
 
 
 def test_stock_sglang_leaves_group_and_session_after_failed_load():
-    """After a failed load the group is destroyed, and the open session ends before the next begins."""
     with running("stock-sglang") as fake:
         engine, words = client(fake), r"it fails here.*is paused.*part of an update"
         fake.inject("fail", "POST /update_weights_from_distributed")

@@ -92,7 +92,6 @@ def test_derived_copy_makes_a_delta_reload_the_whole_model(folder, tmp_path):
 
 
 def test_opaque_loader_is_reloaded_and_stale_weight_refused(folder, monkeypatch):
-    """With an opaque loader no layer counts as in place, and a weight that no load changes is refused."""
     found = followed(processed(folder, opaque=True))
     assert {row["verdict"] for row in found["layers"]} == {"by reload"}
     sender, _ = sending(processed(folder, opaque=True))
@@ -176,7 +175,6 @@ def dig(found):
 
 @pytest.mark.parametrize("bound", [None, 7100, 5000])
 def test_engine_with_hidden_stale_tensor_is_never_verified(folder, bound, monkeypatch):
-    """A stale tensor is refused where the search finds it; beyond the bound the layer is unproven."""
     monkeypatch.setattr(Absorbed, "process", lambda layer: setattr(layer, "config", buried(0.25 * layer.weight.data.T)))
     monkeypatch.setattr(Absorbed, "forward", lambda layer, x: x @ dig(layer.config))
     monkeypatch.setattr(runtime, "OBJECTS", bound or runtime.OBJECTS)

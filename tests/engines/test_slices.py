@@ -330,7 +330,6 @@ def test_a_rehearsal_takes_the_route_of_updates(loader, rank, monkeypatch):
 
 
 def test_derived_copy_gets_slices_only_through_its_model_loader(rank, tmp_path):
-    """If only a whole load rebuilds a derived copy, every slice passes through the model's loader."""
     loader = loader_of(derive(cold(rank, 0)), tmp_path, derives=True)
     loader.start()
     assert loader.targets()

@@ -181,8 +181,6 @@ class TestOptimistic:
 
 
 def test_lost_engine_does_not_keep_other_engines_from_parts():
-    """After a reported loss of one engine, the others still take parts; its return sends everything."""
-
     def gone(*_):
         raise EngineUnreachableError("engine-1 is gone")
 

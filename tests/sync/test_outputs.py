@@ -151,7 +151,6 @@ class TestReport:
         assert (report.engines[0].max_gap, report.engines[0].mean_gap) == (None, None) and "probe" not in report.spans
 
     def test_gaps_within_a_bound_or_without_one_are_reported(self):
-        """Without max_gap any gap is reported and none is refused; an infinite gap survives JSON."""
         with sending(Lying().engine, max_gap=0.5) as sender:
             assert sender.update_weights(tiny_model(1)).engines[0].state == "serving"
         with sending(Lying(math.nan).engine, max_gap=None) as sender:
@@ -177,7 +176,6 @@ class TestLiars:
         ],
     )
     def test_engine_with_wrong_outputs_is_paused_until_a_good_update(self, by, bound, far):
-        """Of a fleet the liar alone stays paused, until an update with equal outputs."""
         honest, liar = InProcessEngine(tiny_model(0), url="honest"), Lying(by)
         with sending(honest, liar.engine, max_gap=bound) as sender:
             with pytest.raises(UpdateError, match=f"liar computes other outputs.*{far}") as told:

@@ -53,7 +53,6 @@ class TestReport:
         assert json.loads(json.dumps(report.to_json()))["engines"][0]["state"] == "serving"
 
     def test_failed_update_has_a_report_of_its_own(self, tmp_path):
-        """A failed update's report holds no figures of the update before, and its error names one state."""
         policy = {"w": torch.randn(100_000)}
         engine = InProcessEngine({"w": torch.zeros(100_000)})
         with tx.WeightSender(tx.DeltaTransport(tmp_path), Fleet([engine])) as sender:

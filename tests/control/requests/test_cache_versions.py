@@ -29,7 +29,6 @@ def salts(server):
 
 
 def test_conversation_keeps_the_cache_version_of_its_first_turn():
-    """Later turns keep the version of the first one, and new conversations get the newest version."""
     newest, tokenizer = [3], tiny_tokenizer()
     with serving() as server:
         policy = tx.RemoteLLMPolicy(

@@ -72,7 +72,6 @@ def test_generation_has_logprobs_finish_reason_and_versions(client):
 
 
 def test_bad_prompt_is_refused_and_no_prompts_give_no_results(client):
-    """A bad prompt is refused before any request is sent; an empty list of prompts gives an empty list."""
     for bad in ([], [0.5]):
         with pytest.raises(ConfigError, match="prompt 1"):
             client.generate([PROMPT, bad])
@@ -120,7 +119,6 @@ def test_aborted_request_with_stop_strings_restarts(engines):
 
 
 def test_engines_share_prompts_within_cap_and_order_is_kept(engines):
-    """Engines share the prompts, none has more than its cap, and the answers keep their order."""
     running, most, lock, all_at_once = [0, 0], [0, 0], threading.Lock(), threading.Barrier(8)
 
     def answering(i):
@@ -153,7 +151,6 @@ def test_an_engine_that_stands_still_is_named_by_the_deadline(engines):
 
 
 def test_prompts_of_a_lost_engine_go_to_the_other_engine(engines):
-    """A lost engine's prompts go to the other engine; with none left, the error names both."""
     lost, left = engines(whole(1), whole(2))
     for _ in range(20):
         lost.inject("lose", ROUTE)
@@ -167,7 +164,6 @@ def test_prompts_of_a_lost_engine_go_to_the_other_engine(engines):
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_engine_answering_unavailable_is_retired_temporarily(engines, status):
-    """An engine that cannot answer now gets no requests for retire_s seconds; other engines serve them."""
     busy, free = engines(in_turn((status, {"detail": "later"}), whole(2)), whole(1))
     for retire_s, then in ((60.0, (1,)), (0.0, (2,))):
         busy.calls.clear()
@@ -178,7 +174,6 @@ def test_engine_answering_unavailable_is_retired_temporarily(engines, status):
 
 
 def test_persistent_client_alone_retries_until_the_deadline(engines, caplog):
-    """Only a persistent client repeats a request after a temporary refusal, until its deadline."""
     later = (503, {"detail": "nobody is behind this router"})
     (router,) = engines(in_turn(later, later, later, whole(1)))
     with InferenceClient(router.url, persistent=True) as client:
@@ -192,7 +187,6 @@ def test_persistent_client_alone_retries_until_the_deadline(engines, caplog):
 
 
 def test_missing_generate_route_error_hints_at_connect():
-    """A 404 from an engine of another kind raises RouteAbsent, whose hint names InferenceClient.connect."""
     with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url)) as client:
         with pytest.raises(RouteAbsent, match="answered 404") as refused:
             client.generate([PROMPT], max_tokens=2)
@@ -250,7 +244,6 @@ def test_each_prompt_has_its_session_and_its_cache_version(engines):
 
 
 def test_close_ends_running_requests_and_next_call_reconnects(engines):
-    """Closing a client ends its running requests; a later call opens a new connection."""
     arrived, leave, said = threading.Event(), threading.Event(), []
 
     def slow(body):

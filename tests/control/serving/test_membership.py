@@ -151,7 +151,6 @@ SGLANGS = "sglang_router.launch_router --policy=manual --disable-retries"
     ],
 )
 def test_engines_get_the_router_of_their_kind_or_the_named_one(urls, routers, kind, settings, own):
-    """Engines get the router of their kind or the named one, without the API key in its command."""
     with Routing([EngineInfo(url=urls[0], kind=kind)], **settings):
         command = routers.specs[0].command(1)
     assert set(own.split()) <= set(command) and command[-2:] == ["--worker-urls", urls[0]]
@@ -179,7 +178,6 @@ def test_pools_are_told_the_port_where_they_meet(urls, routers, kind, flag, port
 
 
 def test_unroutable_engines_and_settings_are_refused_early(urls, routers):
-    """Engines or settings that one router cannot serve are refused before any router is started."""
     vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
     for engines, more, words in (
         ([sglang], {"make": "nginx"}, "'nginx'"),

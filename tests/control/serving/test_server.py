@@ -38,7 +38,6 @@ def test_missing_directory_and_port_in_use_are_refused(tmp_path, taken):
 
 
 def test_missing_engine_package_is_named_with_its_remedy(tmp_path, monkeypatch):
-    """An error names the package that is missing and says how another Python can provide it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for starts, words in (
         (lambda: VLLMServer(tmp_path), r"has no vllm\b(.|\n)*python=(.|\n)*torchrl-ext serve vllm"),
