@@ -182,6 +182,7 @@ def test_only_prefill_engines_of_sglang_have_a_bootstrap_port(kind, role, port):
         answer = {**SGLANG, "disaggregation_mode": role, "disaggregation_bootstrap_port": port}
     info = read_server_info("http://host:1", answer).info
     assert (info.kind, info.worker_type, info.bootstrap_port) == (kind, role, port if role == "prefill" else None)
+    assert (info.tp_size, info.dp_size, info.pp_size) == (2, 3 if kind == "vllm" else 1, 1) and info.model
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))

@@ -75,9 +75,5 @@ def test_a_fleet_is_asked_one_by_one_and_no_engine_not_at_all():
     assert NullEngine().each() == ()
     with pytest.raises(ConfigError, match=r"fleet.*computes no log-probabilities.*each\(\)"):
         fleet.logprobs(PROMPTS)
-
-
-def test_a_fleet_of_one_engine_answers_as_it_does():
-    with FakeEngine("embedded") as fake:
-        fake.answers[ROUTES["embedded"]] = {"logprobs": [[-0.5, -1.0]]}
-        assert tx.connect(fake.url).logprobs(PROMPTS[:1]) == [[-0.5, -1.0]]
+    with FakeEngine("embedded") as fake:  # a fleet of one engine answers as it does
+        assert tx.connect(fake.url).logprobs(PROMPTS) == [[-4.0, -1.0], [-4.0]]

@@ -105,14 +105,6 @@ class TestRegistration:
                 gc.collect()
         assert "this collector was shut down" in caplog.text
 
-    def test_init_group_derives_metadata_and_takes_a_late_engine(self):
-        policy = nn.Linear(2, 3)
-        for metadata in ({"weight": (torch.float32, (3, 2)), "bias": (torch.float32, torch.Size([3]))}, None):
-            sender = tx.WeightSender(tx.MemoryTransport(), verify=False)
-            sender.register_model(policy)
-            sender.init_all_workers_group(metadata, vllm_engine=InProcessEngine(nn.Linear(2, 3)))
-            assert sender.check_connection() and not sender.update_weights().verified
-
 
 class TestFailures:
     def test_a_root_that_is_no_directory_is_named(self, tmp_path):

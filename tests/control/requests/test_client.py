@@ -1,4 +1,4 @@
-"""The inference client against an embedded engine, and against engines that say what a test wants."""
+"""The inference client against engines that say what a test wants."""
 
 import itertools
 import pickle
@@ -9,7 +9,7 @@ import pytest
 
 from tests.control.servers import in_turn
 from tests.fakes import FakeEngine
-from tests.models import PROMPT, greedy, tiny_model
+from tests.models import PROMPT
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import (
     ConfigError,
@@ -20,7 +20,7 @@ from torchrl_ext.base.errors import (
     RouteAbsent,
 )
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.control.requests.client import Generation, InferenceClient, VersionSpan
+from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import free_port
 
 ROUTE = "POST /inference/v1/generate"
@@ -48,34 +48,6 @@ def engines():
             return made
 
         yield make
-
-
-@pytest.fixture
-def client(server):
-    with InferenceClient(server.url) as made:
-        yield made
-
-
-# what is asked for, of an embedded engine
-
-
-def test_generation_has_logprobs_finish_reason_and_versions(client):
-    for asked, count in ((0, 6), (1, 6), (True, 6), (False, 0), (None, 0)):  # as vLLM's: 0 means the sampled token
-        (found,) = client.generate([PROMPT], max_tokens=6, logprobs=asked, ignore_eos=True, seed=1)
-        assert isinstance(found, Generation) and len(found.token_ids) == 6
-        assert len(found.logprobs) == count and max(found.logprobs, default=0) <= 0
-    assert found.finish_reason == "length"
-    assert found.weight_versions == (VersionSpan(version="default", start=0, end=6),)
-    stop = greedy(tiny_model(0), PROMPT, 3)[-1]
-    (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, stop_token_ids=[stop])
-    assert found.finish_reason == "stop" and found.token_ids[-1] == stop
-
-
-def test_bad_prompt_is_refused_and_no_prompts_give_no_results(client):
-    for bad in ([], [0.5]):
-        with pytest.raises(ConfigError, match="prompt 1"):
-            client.generate([PROMPT, bad])
-    assert client.generate([]) == []
 
 
 # aborts

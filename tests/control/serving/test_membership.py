@@ -120,19 +120,27 @@ def test_pools_keep_the_engines_that_they_were_started_with(routers, urls, caplo
     assert f"keeps its prefill and decode pools, although {urls[0]} changed" in caplog.text
 
 
-def test_a_router_that_does_not_answer_is_an_error(urls):
+def test_reports_of_failed_updates_are_followed_or_it_is_said(urls):
     with serving(Gateway()) as router:
         routing = Routing(infos(urls), router=router.url)
-    good = report(*((url, "serving", 1) for url in urls))
+    rows = [(url, "serving", 2) for url in urls]
+    good = report(*rows)
     for call in (lambda: routing.follow(good), routing.following(lambda: good)):
         with pytest.raises(EngineUnreachableError, match=router.url):
             call()
 
     def failing():
-        raise UpdateError("one engine is lost", report=good)
+        raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *rows[1:], version=2))
 
-    with pytest.raises(UpdateError, match="is lost"):
+    with pytest.raises(UpdateError, match="is lost"):  # more than that the router is
         routing.following(failing)()
+    with serving(Gateway()) as router, Routing(infos(urls), router=router.url, update_weights=False) as routing:
+        assert routing.following(lambda: good)().version == 1
+        with pytest.raises(UpdateError):
+            routing.following(failing)()
+        assert listed(router.url) == set(urls[1:])
+        with pytest.raises(ConfigError, match="'default' does not follow the trainer"):
+            routing.fleet()
 
 
 VLLMS = "vllm_router.launch_router --policy=consistent_hash"
@@ -202,17 +210,3 @@ def test_external_engines_are_one_model():
         assert listed(job.model("default").url) == {engine.url}
         with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):
             job.model("critic")
-
-
-def test_the_report_of_a_failed_update_is_followed_too(urls):
-    def failing():
-        raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *good[1:], version=2))
-
-    good = [(url, "serving", 2) for url in urls]
-    with serving(Gateway()) as router, Routing(infos(urls), router=router.url, update_weights=False) as routing:
-        assert routing.following(lambda: report(*good))().version == 1
-        with pytest.raises(UpdateError):
-            routing.following(failing)()
-        assert listed(router.url) == set(urls[1:])
-        with pytest.raises(ConfigError, match="'default' does not follow the trainer"):
-            routing.fleet()
