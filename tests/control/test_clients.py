@@ -1,15 +1,17 @@
 """The clients of vLLM and SGLang, and what settings of a server change; the real ones are in tests/real_engines."""
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
 import torchrl_ext as tx
+from tests.control import servers
 from tests.control.engines import Trainer, client, running
 from tests.control.servers import CONFIG, asked_of, in_turn
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.base.messages import Inspect
+from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
 
 VLLM = {**CONFIG, "parallel_config": {}}
@@ -20,6 +22,7 @@ RESET, FLUSH, CLEAR = "POST /reset_prefix_cache", "POST /flush_cache", "POST /hi
 HELD, BUSY = (200, {"success": False}), (400, "Flush cache failed.")
 LOADS = {"loads": [{"dp_rank": 0, "num_waiting_reqs": 1, "num_running_reqs": 2}]}
 GONE = (404, {"detail": "Not Found"})
+ASK, PAUSE, RESUME = "rehearse", "POST /pause", "POST /resume"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,34 @@ def test_disaggregated_pools_pause_by_aborting_requests(role, started, trainer):
     fake = started("sglang", disaggregation_mode=role)
     trainer.update(client(fake), 8)
     assert [call.body for call in fake.calls if call.route == "POST /pause_generation"] == [{"mode": "abort"}]
+
+
+# rehearsals
+
+
+@pytest.mark.parametrize(
+    ("script", "calls", "proof"),
+    [
+        ({}, [ASK, PAUSE, ASK, RESUME], "in place"),
+        ({"needed": False}, [ASK], "in place"),
+        ({"refused": True}, [ASK, PAUSE, ASK, ASK, RESUME], None),
+        ({"refused": True, "restored": False}, [ASK, PAUSE, ASK, ASK], None),
+    ],
+)
+def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, proof):
+    with servers.running(post_collective_rpc=servers.rehearsing(**script)) as fake, client(fake) as engine:
+        with nullcontext() if proof else pytest.raises(EngineRefusedError, match=r"layer.0 \(Experts\)"):
+            assert engine.rehearse() == proof  # the least of its workers
+        assert [call for call in order(fake) if call in (ASK, PAUSE, RESUME)] == calls
+        assert [told["worker"] for told in engine.rehearsed] == ([0, 1] if proof else [])
+
+
+def test_fleet_proof_is_the_weakest_proof_of_its_engines():
+    with servers.running(post_collective_rpc=servers.rehearsing()) as one, servers.running() as other:
+        fleet = Fleet([client(fake) for fake in (one, other)])
+        assert fleet.rehearse() == "sent"
+        assert [engine.update(1).rows()[0].proof for engine in fleet.engines] == ["in place", "sent"]
+        assert [call for call in order(other) if call in (ASK, PAUSE, RESUME)] == [ASK]
 
 
 # what workers answer

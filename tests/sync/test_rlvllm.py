@@ -9,6 +9,7 @@ import pytest
 from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 
 import torchrl_ext as tx
+from tests.processes import python
 from tests.sync.ends import made
 from tests.sync.vllm_objects import LLM, Online, says
 from tests.sync.vllm_objects import net as talker
@@ -56,6 +57,19 @@ def test_other_rlvllmengine_implementation_is_refused(make):
     with pytest.raises(ConfigError, match="Other implements RLvLLMEngine"):
         make(engine := Other())
     assert engine.calls == 0
+
+
+def test_where_ray_is_not_installed_its_names_say_what_to_install():
+    python(
+        "import sys; sys.modules['ray'] = None\n"
+        "import torchrl_ext as tx\n"
+        "try:\n"
+        "    tx.make_engine('ray', engine=object())\n"
+        "except tx.errors.ConfigError as error:\n"
+        "    assert 'torchrl_ext[ray]' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError"
+    )
 
 
 def test_deadlines_reach_an_llm_in_torchrls_wrapper():
