@@ -13,7 +13,7 @@ import torchrl_ext as tx
 from tests.data.transports.chains import folder
 from tests.engines.stand_ins import VLLM, SGLang, add_sglang
 from tests.hostile import worse_json
-from tests.models import tiny_checkpoint, tiny_model
+from tests.models import tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.base.routes import MAX_BODY_BYTES
 from torchrl_ext.data.weights.digests import position_digest
@@ -24,11 +24,6 @@ LOAD = "/update_weights_from_disk"
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
-
-
 class Embedded:
     """The embedded engine, looked at like the stand-ins."""
 
@@ -36,25 +31,12 @@ class Embedded:
         self.engine, self.scheduler, self.digests = engine, engine.scheduler, engine.digests
         self.app = lambda: make_app(engine)
 
-    @property
-    def label(self):
-        return self.scheduler.version
-
-    @label.setter
-    def label(self, label):
-        self.scheduler.version = label
-
-    @property
-    def paused(self):
-        return self.scheduler.paused
-
-    @paused.setter
-    def paused(self, paused):
+    def _hold(self, paused):
         self.engine.pause("keep", 0.0) if paused else self.engine.resume()
 
-    @property
-    def dropped(self):
-        return self.scheduler.forget.call_count
+    label = property(lambda self: self.scheduler.version)
+    paused = property(lambda self: self.scheduler.paused, _hold)
+    dropped = property(lambda self: self.scheduler.forget.call_count)
 
 
 @pytest.fixture(params=["embedded", "vllm", "sglang"])

@@ -7,18 +7,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from tests.models import PROMPT, tiny_checkpoint
+from tests.models import PROMPT
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.types import API_KEY_VARIABLE
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.embedded import EmbeddedServer
 from torchrl_ext.engines.embedded.__main__ import main, patient
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def test_server_computes_in_the_given_dtype_and_ends(checkpoint):

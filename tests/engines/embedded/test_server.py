@@ -30,12 +30,6 @@ def server(checkpoint):
         yield running
 
 
-@pytest.fixture
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 def test_a_response_has_vllms_shape(http):
     body = {"token_ids": PROMPT, "request_id": 7, "sampling_params": {"max_tokens": 1, "temperature": 0, "logprobs": 3}}
     answer = http.post("/inference/v1/generate", json=body).json()
