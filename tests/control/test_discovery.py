@@ -14,8 +14,6 @@ from tests.control.servers import CONFIG
 from tests.control.sockets import drip, serving
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.base.registry import Make, engines
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.makes.server_info import read_server_info
 from torchrl_ext.control.serving.processes import free_port
 
@@ -204,22 +202,6 @@ def test_an_answer_with_any_fields_is_described_or_refused(data):
         assert "http://host:1" in str(error)
     else:
         assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
-
-
-def dove(session):
-    return EngineInfo(url=session.url, kind="dove", model=session.get("/coo")["model"])
-
-
-DOVE = Make(client=object, describe=dove)
-
-
-def test_a_make_of_another_package_describes_its_own_engines(monkeypatch):
-    monkeypatch.setattr(engines, "_entries", dict(engines._entries))  # other tests know no doves
-    engines.register("dove", "tests.control.test_discovery:DOVE", "an engine of another package")
-    engines.register("broken", "tests.control.nowhere:MAKE", "its module is missing")
-    with scripted({"/coo": (200, {"model": "/m"})}) as server:
-        (info,) = tx.discover(server.url)
-    assert (info.kind, info.model) == ("dove", "/m")
 
 
 def test_an_engine_of_a_make_that_nobody_brought_is_refused():
