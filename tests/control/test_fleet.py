@@ -28,25 +28,22 @@ from torchrl_ext.control.makes.vllm import vllm_engine
 STEPS = ("stage", "begin", "load", "verify", "commit")
 
 
+def taking(step):
+    return lambda update, *given: update.engine.take(step)
+
+
 class ScriptedUpdate(Update):
     """Has its engine take each step."""
 
     def __init__(self, engine, version):
         super().__init__(version)
-        self.engine, self.served = engine, ""
+        self.engine = engine
 
-    def stage(self, part=None):
-        self.engine.take("stage")
+    stage, load, verify = map(taking, ("stage", "load", "verify"))
 
     def begin(self):
         self.engine.take("begin")
         self.engine.serving = False
-
-    def load(self, info, on_failure=None):
-        self.engine.take("load")
-
-    def verify(self, digests, digest=""):
-        self.engine.take("verify")
 
     def commit(self):
         self.engine.take("commit")
