@@ -16,7 +16,6 @@ from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import RouterProcess
 from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines, parse_plans
 
 
@@ -132,7 +131,7 @@ def test_reports_of_failed_updates_are_followed_or_it_is_said(urls):
     def failing():
         raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *rows[1:], version=2))
 
-    with pytest.raises(UpdateError, match="is lost"):  # more than that the router is
+    with pytest.raises(UpdateError, match="is lost"):  # rather than the router's error
         routing.following(failing)()
     with serving(Gateway()) as router, Routing(infos(urls), router=router.url, update_weights=False) as routing:
         assert routing.following(lambda: good)().version == 1
@@ -194,9 +193,6 @@ def test_unroutable_engines_and_settings_are_refused_early(urls, routers):
     ):
         with pytest.raises(ConfigError, match=words):
             Routing(engines, **more)
-    for pools, words in (((), "prefill engines only"), (("http://h:1",), "pools and regular engines")):
-        with pytest.raises(ConfigError, match=words):
-            RouterProcess(pools, prefill=["http://h:2"], decode=[*pools])
     assert not routers.specs
 
 

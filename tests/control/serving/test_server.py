@@ -26,7 +26,7 @@ def taken():
         yield listener.getsockname()[1]
 
 
-def test_missing_directory_and_port_in_use_are_refused(tmp_path, taken):
+def test_missing_directory_port_in_use_and_half_pools_are_refused(tmp_path, taken):
     settings = {"port": taken, "python": sys.executable}
     for server in (EmbeddedServer, VLLMServer, SGLangServer):
         with pytest.raises(ConfigError, match="nothing is not a directory"):
@@ -35,6 +35,9 @@ def test_missing_directory_and_port_in_use_are_refused(tmp_path, taken):
             server(tmp_path, **settings)
     with pytest.raises(ConfigError, match=rf"port {taken} cannot be used"):
         RouterProcess(["http://127.0.0.1:1"], **settings)
+    for others, words in (((), "prefill engines only"), (("http://h:1",), "pools and regular engines")):
+        with pytest.raises(ConfigError, match=words):
+            RouterProcess(others, prefill=["http://h:2"], decode=others)
 
 
 def test_missing_engine_package_is_named_with_its_remedy(tmp_path, monkeypatch):
