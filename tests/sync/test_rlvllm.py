@@ -59,7 +59,7 @@ def test_other_rlvllmengine_implementation_is_refused(make):
     assert engine.calls == 0
 
 
-def test_where_ray_is_not_installed_its_names_say_what_to_install():
+def test_without_ray_its_names_say_what_to_install():
     python(
         "import sys; sys.modules['ray'] = None\n"
         "import torchrl_ext as tx\n"

@@ -26,7 +26,7 @@ def taken():
         yield listener.getsockname()[1]
 
 
-def test_missing_directory_port_in_use_and_half_pools_are_refused(tmp_path, taken):
+def test_absent_folders_taken_ports_and_half_pools_are_refused(tmp_path, taken):
     settings = {"port": taken, "python": sys.executable}
     for server in (EmbeddedServer, VLLMServer, SGLangServer):
         with pytest.raises(ConfigError, match="nothing is not a directory"):
