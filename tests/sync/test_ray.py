@@ -56,10 +56,6 @@ def weights_of(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def node_id(_=None):
-    return ray.get_runtime_context().get_node_id()
-
-
 def pid(_):
     return os.getpid()
 
@@ -72,19 +68,6 @@ class EngineActor:
 
     def apply(self, function):
         return function(self.engine)
-
-
-class Trainer:
-    """A sender in an actor, made there with its model."""
-
-    def __init__(self, transport, engine, **settings):
-        self.model = make_net()
-        self.sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
-        self.sender.register_model(self.model)
-
-    def update_weights(self):
-        change(self.model)
-        return weights_of(self.model), self.sender.update_weights()
 
 
 @pytest.fixture(scope="module")
@@ -106,20 +89,6 @@ def actors(cluster):
 def handles(actors):
     """Two actors of another node, with an engine each."""
     return [actors(EngineActor, make_net) for _ in range(2)]
-
-
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_engines_in_actors_of_another_node_follow_the_trainer(handles, transport):
-    assert get(handles[0].apply.remote(node_id)) != node_id()
-    policy = make_net(seed=1)
-    with tx.WeightSender(tx.make_transport(transport), tx.make_engine("ray", engine=handles)) as sender:
-        for _ in range(2):
-            report = sender.update_weights(policy)
-            assert report.verified
-            row = ("ray", "serving", report.version)
-            assert [(found.kind, found.state, found.version) for found in report.engines] == [row] * 2
-            assert all(same(get(handle.apply.remote(weights_of)), policy) for handle in handles)
-            change(policy)
 
 
 def test_dead_actor_is_reported_and_the_other_serves_the_version(actors, tmp_path):
@@ -158,13 +127,6 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handles):
         engine.join({"transport": "disk", "params": [["0.weight", "float32", [16, 9]]], "offer": {}})
     with pytest.raises((EngineRefusedError, EngineUnreachableError), match="no room in the actor"):
         ray_engine(actors(EngineActor, fail_to_start)).info()
-
-
-def test_a_sender_in_an_actor_drives_engines_in_actors(actors, handles, tmp_path):
-    sender = actors(Trainer, "delta", ray_engine(handles[1]), on="trainer", root=tmp_path)
-    for _ in range(2):
-        sent, report = get(sender.update_weights.remote())
-        assert report.verified and same(get(handles[1].apply.remote(weights_of)), sent)
 
 
 def test_outputs_of_an_engine_in_an_actor_are_compared(actors):
