@@ -52,10 +52,6 @@ def make_net(seed=0):
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def weights_of(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
 def pid(_):
     return os.getpid()
 
@@ -72,12 +68,12 @@ class EngineActor:
 
 @pytest.fixture(scope="module")
 def actors(cluster):
-    """Starts actors, and ends them."""
+    """Starts actors on another node, and ends them."""
     started = []
 
-    def start(cls, *args, on="rollout", **kwargs):
-        options = {"num_cpus": 0, "resources": {on: 1}, "max_concurrency": 2 if cls is EngineActor else 1}
-        started.append(ray.remote(**options)(cls).remote(*args, **kwargs))
+    def start(cls, *args):
+        options = {"num_cpus": 0, "resources": {"rollout": 1}, "max_concurrency": 2 if cls is EngineActor else 1}
+        started.append(ray.remote(**options)(cls).remote(*args))
         return started[-1]
 
     yield start
@@ -86,9 +82,8 @@ def actors(cluster):
 
 
 @pytest.fixture(scope="module")
-def handles(actors):
-    """Two actors of another node, with an engine each."""
-    return [actors(EngineActor, make_net) for _ in range(2)]
+def handle(actors):
+    return actors(EngineActor, make_net)
 
 
 def test_dead_actor_is_reported_and_the_other_serves_the_version(actors, tmp_path):
@@ -102,10 +97,10 @@ def test_dead_actor_is_reported_and_the_other_serves_the_version(actors, tmp_pat
     assert [row.state for row in failure.value.report.engines] == ["serving", "unreachable"] and same(held, policy)
 
 
-def test_an_actor_that_hangs_is_named_at_the_deadline(handles):
-    engine = ray_engine(handles[0], timeout_s=1.0)
+def test_an_actor_that_hangs_is_named_at_the_deadline(handle):
+    engine = ray_engine(handle, timeout_s=1.0)
     assert engine.info().kind == "ray"
-    stopped = get(handles[0].apply.remote(pid))
+    stopped = get(handle.apply.remote(pid))
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineError, match=r"no answer to 'describe' within 1 s from ray:.*EngineActor"):
@@ -118,8 +113,8 @@ def fail_to_start():
     raise OSError("no room in the actor")
 
 
-def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handles):
-    engine = ray_engine(handles[0])
+def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handle):
+    engine = ray_engine(handle)
     params = [[name, "float32", list(tensor.shape)] for name, tensor in make_net().state_dict().items()]
     with pytest.raises(ConfigError, match="no transport called 'pigeon'"):
         engine.join({"transport": "pigeon", "params": params, "offer": {}})
