@@ -1,7 +1,6 @@
 """Discovery against servers that are slow, strange or hostile: a clear error within the deadline, or the facts."""
 
 import socket
-import time
 import traceback
 from contextlib import contextmanager
 
@@ -25,7 +24,6 @@ FLAT = {
     "transports": ["disk"],
 }
 SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "tp_size": 2, "version": "0.5.23"}
-LIMIT_S = 20.0  # far above every deadline here: what it bounds is a hang
 
 
 @contextmanager
@@ -102,10 +100,8 @@ def test_discovery_of_all_engines_has_one_deadline():
     ):
         urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", slow.url, slow_at_last.url]
         for late, question in zip(urls, ("/workers", "/server_info", "/model_info"), strict=True):
-            began = time.monotonic()
             with pytest.raises(DeadlineError, match=late + question):
                 tx.discover(well.url, late, timeout_s=0.5)
-            assert time.monotonic() - began < LIMIT_S
 
 
 def dead(count):
