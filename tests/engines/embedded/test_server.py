@@ -63,7 +63,7 @@ def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status,
 
 def test_a_step_out_of_turn_is_refused(http):
     http.post("/pause?mode=keep")
-    for message in (Load(version=1, handoff={}), Finish(version=1)):
+    for message in (Load(version=77, handoff={}), Finish(version=77)):
         assert told(http, message)["error"]["kind"] in ("NotConnectedError", "EngineRefusedError")
     assert told(http, State())["whole"] and http.post("/resume").status_code == 200
 
