@@ -78,12 +78,12 @@ def runs(engine, passes, *beside):
 
 class TestTokens:
     def test_greedy_tokens_equal_transformers_for_mixed_lengths(self, engine, model):
-        prompts = [PROMPT[:length] for length in (1, 8, 3, 3, 5, 2, 8)]
-        running = [submit(engine, prompt, max_tokens=24) for prompt in prompts]
-        for prompt, future in zip(prompts, running, strict=True):
+        asked = [(PROMPT[:length], 24 - place) for place, length in enumerate((1, 8, 3, 3, 5, 2, 8))]
+        running = [submit(engine, prompt, max_tokens=count) for prompt, count in asked]
+        for (prompt, count), future in zip(asked, running, strict=True):
             (sequence,) = future.result(60)
-            assert sequence.token_ids == greedy(model, prompt, 24)
-            assert sequence.spans == [{"version": "default", "start": 0, "end": 24}]
+            assert sequence.token_ids == greedy(model, prompt, count)
+            assert sequence.spans == [{"version": "default", "start": 0, "end": count}]
 
     def test_a_seeded_sample_does_not_depend_on_what_else_runs(self, engine):
         (alone,) = generate(engine, temperature=1.0, seed=5)
