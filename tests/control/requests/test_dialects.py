@@ -147,9 +147,11 @@ def test_a_budget_that_is_used_up_ends_it_by_length():
     assert joined(part([1]), part([2, 3]), budget=3).finish_reason == "length"
 
 
-@pytest.mark.parametrize("prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None]])
+@pytest.mark.parametrize(
+    "prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None], []]
+)
 def test_what_is_no_list_of_token_ids_is_refused_with_its_place(prompt):
-    with pytest.raises(ConfigError, match="prompt 3 is not a list of token ids"):
+    with pytest.raises(ConfigError, match="prompt 3 (is not a list of token ids|has no token)"):
         checked_prompt(prompt, 3)
 
 
