@@ -151,7 +151,7 @@ def test_a_budget_that_is_used_up_ends_it_by_length():
     "prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None], []]
 )
 def test_what_is_no_list_of_token_ids_is_refused_with_its_place(prompt):
-    with pytest.raises(ConfigError, match="prompt 3 (is not a list of token ids|has no token)"):
+    with pytest.raises(ConfigError, match=r"prompt 3 (is not a list of token ids|has no token)"):
         checked_prompt(prompt, 3)
 
 
