@@ -42,12 +42,6 @@ def sent(members, source, *receives):
     return beside(lambda: trainer.send_weights("policy", source), *takes)
 
 
-def test_the_signature_is_that_of_torchrl():
-    transport = VLLMCollectiveTransport("127.0.0.1", 29500, 1, 3, "cpu", "engine")
-    assert (transport.rank, transport.world_size, transport.vllm_engine) == (1, 3, "engine")
-    assert (transport.device, transport.backend) == (torch.device("cpu"), "gloo")
-
-
 @pytest.mark.parametrize("bucket_bytes", [0, BUCKET])
 def test_three_workers_receive_every_bit_and_keep_each_version(bucket_bytes):
     """And hear of a source that breaks, after which they connect again."""

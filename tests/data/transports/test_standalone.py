@@ -31,28 +31,15 @@ def layers():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def test_nested_names_are_joined(ends):
-    weights = {"a": {"b": torch.randn(2)}, ("c", "d"): torch.randn(3), "e.f": torch.randn(1)}
-    received = ends.exchange("policy", weights)
-    assert_arrived(received, weights)
-    assert set(received.keys()) == {"a.b", "c.d", "e.f"}
-
-
-@pytest.mark.parametrize("into", ["weights", "model"])
-def test_a_module_takes_the_weights_in_place(ends, into):
+@pytest.mark.parametrize("strategy", [None, "tensordict", "state_dict"])
+@pytest.mark.filterwarnings("ignore:state_dict strategy")
+def test_a_nested_model_takes_weights_also_by_a_torchrl_strategy(ends, strategy):
     sent, held = layers(), layers()
     before = held[0].weight
-    assert_arrived(ends.exchange("policy", sent, **{into: held}), sent)
-    assert_held(held, sent)
-    assert held[0].weight is before
-
-
-@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-@pytest.mark.filterwarnings("ignore:state_dict strategy")
-def test_a_torchrl_strategy_applies_them_to_a_nested_model(ends, extract_as):
-    sent, held = layers(), layers()
-    ends.exchange("policy", sent, model=held, strategy=WeightStrategy(extract_as))
+    how = {"strategy": WeightStrategy(strategy)} if strategy else {}
+    assert_arrived(ends.exchange("policy", sent, model=held, **how), sent)
     assert_held(dict(held.named_parameters()), dict(sent.named_parameters()))
+    assert strategy or held[0].weight is before
 
 
 # an abort
