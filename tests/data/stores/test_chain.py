@@ -101,22 +101,6 @@ TestChains = Chains.TestCase
 TestChains.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-def test_routes_that_are_not_there_are_refused():
-    chain = Chain(MemoryStore())
-    with pytest.raises(FileNotFoundError):
-        chain.route(2)
-    chain.store.put(f"{version_name(1)}/manifest.json", document(1, full=True))
-    for base, said in ((1, "'other'"), (2, "is missing")):
-        change = delta(base + 1, base_run="other")
-        chain.store.put(f"{version_name(base + 1)}/manifest.json", document(base + 1, delta=change))
-        if base == 2:
-            chain.store.delete(version_name(2))
-            chain.known.clear()
-        with pytest.raises(IntegrityError, match=said):
-            chain.route(base + 1)
-    assert Chain(MemoryStore()).collect() == []
-
-
 def test_versions_are_sorted_and_the_pointer_moves_forward_only(tmp_path):
     """Versions are listed oldest first, and the pointer to the latest one never moves back."""
     for name in (*map(version_name, (999_999, 3, 1_000_000)), "weight_v7", "weight_v00000x", "other"):

@@ -68,12 +68,6 @@ def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
     assert names(store) == []
 
 
-def test_write_error_names_the_file_and_not_its_temporary(store):
-    name = "k" * 250  # which leaves no room for more
-    with pytest.raises(StoreError, match=f"cannot write {store.url}/{name}: "):
-        store.put(name, b"")
-
-
 def draft_within_a_limit(root):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -174,9 +168,3 @@ def test_a_root_whose_temporaries_cannot_be_listed_stays_free(store):
     other = LocalStore(store.root)
     other.own()
     other.disown()
-
-
-def test_a_store_that_cannot_be_written_says_where(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file"):
-        LocalStore(tmp_path / "file").own()

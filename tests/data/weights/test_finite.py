@@ -42,14 +42,6 @@ def test_a_refusal_leaves_the_engine_as_it_is(gathered):
     assert sender.update_weights(spoilt(), only="0.weight").part  # tensors that are not sent may be anything
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_sender_that_does_not_look_sends_them(gathered):
-    served, policy = spoilt(0.0), spoilt()
-    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), finite=False)
-    assert sender.update_weights(Passing(as_source(policy)) if gathered else policy).verified
-    assert served[1].weight.isnan().sum() == 1
-
-
 class Halves(MappingSource):
     """Holds one tensor, of four elements, as two blocks."""
 
