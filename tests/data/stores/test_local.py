@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.processes import WAIT_S, calling, python, running_python
+from tests.processes import WAIT_S, calling, running_python
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.data.stores.local import PROBE, LocalStore
 
@@ -66,22 +66,6 @@ def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
     with pytest.raises(StoreError, match=f"room for {1 << 60:,} bytes"), store.draft("folder", needed_bytes=1 << 60):
         raise AssertionError("the block ran")
     assert names(store) == []
-
-
-def draft_within_a_limit(root):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-    try:
-        with LocalStore(root).draft("folder") as draft:
-            draft.write("file", bytes(2000))
-    except StoreError as error:
-        print(error)
-
-
-def test_a_limit_on_the_size_of_files_is_named_as_a_cause(tmp_path):
-    said = python(calling(draft_within_a_limit, str(tmp_path)))
-    assert f"room for one more version under {tmp_path}" in said
-    assert "a quota or a limit" in said
 
 
 def own_and_fork(root, child_disowns):
