@@ -92,16 +92,6 @@ def test_ranks_that_hold_the_same_take_turns(held):
     assert loads[:, :4].sum(axis=0).all()
 
 
-def test_rounds_of_a_large_tensor_stay_near_the_busiest_member():
-    """A tensor of many buckets takes at most 1.2 times the rounds that the busiest member needs."""
-    params, bucket_bytes = [ParamMeta("w", torch.bfloat16, (1024, 512))], 1 << 13
-    held, needed = (
-        [[stretch((1024, 512), axis, at, members)] for at in range(members)] for axis, members in ((0, 3), (1, 5))
-    )
-    loads = carry_out(plan_of(held, needed, bucket_bytes, params), held, needed, bucket_bytes)
-    assert len(loads) <= 1.2 * loads.sum(axis=0).max() / bucket_bytes
-
-
 def test_what_is_no_part_of_a_parameter_is_refused_by_name():
     needed = deepcopy(TP_2)
     twice = [Block((1, 1), (3, 3)), Block((0, 0), (2, 2))]

@@ -6,22 +6,16 @@ import errno
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.data.stores.test_manifest import both
 from torchrl_ext.base.errors import IntegrityError, StoreError
-from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import MemoryStore
-from torchrl_ext.data.versions.full import FullWriter
-from torchrl_ext.data.versions.owned import Owned
-from torchrl_ext.data.versions.writer import ChainWriter
-from torchrl_ext.data.weights.source import MappingSource
 
 EMPTY = both(0)
 
@@ -142,28 +136,3 @@ def test_second_trainer_without_file_locks_ousts_the_first(tmp_path, monkeypatch
             first.own()
     second.own()
     first.store.disown(), second.store.disown()
-
-
-class Counting(LocalStore):
-    """A local store that counts the manifests that are read through it."""
-
-    manifests = 0
-
-    def open(self, key):
-        self.manifests += key.endswith("manifest.json")
-        return super().open(key)
-
-
-def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
-    store = Counting(tmp_path / "root")
-    store.own()
-    chain, own = Chain(store), {"w": torch.zeros(20)}
-    owner, settings = Owned(encodings.make("ulp"), FullWriter(1 << 20)), {"base": None, "keep_files": False}
-    writer = ChainWriter(store, chain, "r", owner, keyframe_every=3, **settings)
-    for version in range(1, 9):
-        own["w"][version] += 1
-        writer.publish(MappingSource(own), version)
-        writer.acknowledge()
-    assert (store.manifests, chain.numbers()) == (0, [7, 8])
-    Chain(store).collect()  # another process does not know what they are
-    assert store.manifests > 0

@@ -12,7 +12,6 @@ from tests.data.versions.damage import KINDS, NEW, OLD, route_of
 from tests.data.versions.damage import published as published_delta
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.deltas.blocks import decode_block
-from torchrl_ext.data.landing.patcher import Patcher, identity
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.versions import open_route
@@ -85,27 +84,6 @@ def test_reader_with_partial_digests_adopts_oldest_version(tmp_path, at):
     assert reader.held is not None and reader.held[1] == (0, 0, 2, 2)[at]
     assert same(reader.mirror, {"packed": history[reader.held[1]]["packed"]})
     assert same(dict(reader.changes(4).whole(["packed"])), {"packed": own["packed"]})
-
-
-def test_staging_decodes_each_written_tensor_once(chain, monkeypatch):
-    """Staging decodes only the tensors it writes, once, and lists the other changed ones by name."""
-    reader, history = chain
-    decoded = []
-
-    def noted(kind, payload, table, stream, start, size, old=None):
-        patch = decode_block(kind, payload, table, stream, start, size, old)
-        decoded.extend(own.meta.name for own in patch.split())
-        return patch
-
-    monkeypatch.setattr(open_route, "decode_block", noted)
-    second = reader.changes(2)
-    changed = [name for name in history[1] if not torch.equal(history[1][name], history[2][name])]
-    written, other = changed[:1], changed[1:]
-    patcher = Patcher(identity({name: history[1][name].clone() for name in written}))
-    patcher.stage(second)
-    assert decoded == written and patcher.others == set(other) and other
-    assert same(dict(second.whole(patcher.others)), {name: history[2][name] for name in other})
-    assert sorted(decoded) == sorted(changed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from tests.data.weights.test_view import SHAPES, blocks_of, counted
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
-from torchrl_ext.data.weights.gather import disjoint, owners
+from torchrl_ext.data.weights.gather import disjoint
 
 META = ParamMeta("w", torch.float32, (4, 6))
 NEXT = ParamMeta("x", torch.float32, ())
@@ -40,17 +40,6 @@ def test_shards_that_are_not_sound_are_refused_by_name(shards, what):
     with pytest.raises(ManifestError) as caught:
         list(checked_shards(shards, [META, NEXT]))
     assert what in str(caught.value) and shards[-1].meta.name in str(caught.value)
-
-
-def test_parameter_owners_are_deterministic_and_balanced():
-    """Ranks compute the same owners of parameters, and each rank owns about as many bytes."""
-    sizes = (5, 90, 40, 30, 30, 3, 0, 2)
-    params = [ParamMeta(f"{number}", torch.float32, (size,)) for number, size in enumerate(sizes)]
-    found = owners(params, 3)
-    assert found == [1, 0, 1, 2, 2, 1, 1, 1] and owners(params, 1) == [0] * 8
-    load = [sum(meta.numel for meta, owner in zip(params, found, strict=True) if owner == rank) for rank in range(3)]
-    assert max(load) == 90 and sum(load) == 200
-    assert owners(params[:1], 4) == [0]
 
 
 @given(st.data())
