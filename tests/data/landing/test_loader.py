@@ -94,7 +94,6 @@ class Policy(nn.Module):
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_tied_tensor_and_non_persistent_buffer_land_in_place(tmp_path, name):
-    """Changes of a tied tensor, under either name, and of a non-persistent buffer land in place."""
     own, theirs = Policy(0), Policy(1)
     sender = tx.WeightSender(tx.DeltaTransport(tmp_path), InProcessEngine(theirs))
     for step in range(3):

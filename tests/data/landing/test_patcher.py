@@ -167,7 +167,6 @@ class Watched:
 
 
 def test_patcher_reads_tensors_back_before_pauses_only():
-    """A patcher digests nothing in pauses and reads every tensor back before them over several versions."""
     generator, old, kernels = torch.Generator().manual_seed(0), state(1), Watched()
     live = copy_of(old)
     patcher = Patcher(identity(live), kernels)
@@ -213,7 +212,6 @@ def test_damage_found_before_a_pause_fails_commit_unwritten():
 
 @pytest.mark.parametrize("how", ["data", "parameter"])
 def test_parameters_replaced_after_staging_fail_the_commit(how):
-    """A commit is refused when parameters were replaced after staging; staging again then works."""
     module = torch.nn.Linear(3, 2)
     old = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     loader, new = TensorsLoader(module), {name: tensor + 1 for name, tensor in old.items()}

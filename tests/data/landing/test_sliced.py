@@ -98,7 +98,6 @@ def random_view(rng, shape):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False))
 def test_random_views_read_full_tensor_or_name_missing_block(mode, rng):
-    """Nested views hold the values of the full tensor, or the error names the block that did not come."""
     with mode():
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
         held = [block for block in partition(rng, shape, rng.randint(1, 4)) if rng.random() < 0.8]
@@ -121,7 +120,6 @@ def test_random_views_read_full_tensor_or_name_missing_block(mode, rng):
 
 @pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
 def test_cast_of_partial_tensor_keeps_its_blocks(change, mode):
-    """A cast of a partial tensor holds the cast blocks and still refuses reads of missing ones."""
     full = made((8, 6))
     part, expected = change(sliced(full, ((2, 2), (4, 6)), ((6, 1), (8, 3)))), change(full)
     assert isinstance(part, Sliced) and part.dtype == expected.dtype and part.shape == expected.shape

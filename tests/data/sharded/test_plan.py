@@ -52,7 +52,6 @@ def test_plan_delivers_each_needed_element_once_within_bounds(rng):
 @settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_a_part_is_planned_by_what_members_said_of_the_model(rng):
-    """Members plan any part of a model as if they had shares of that part only, and know their own."""
     params, *layouts, bucket_bytes = random_case(rng)
     agreement = agreed(params, *map(shares, layouts), bucket_bytes)
     for part in ([at for at in range(len(params)) if rng.random() < share] for share in (1, 0.6, 0.3)):

@@ -96,7 +96,6 @@ TestChains.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 def test_versions_are_sorted_and_the_pointer_moves_forward_only(tmp_path):
-    """Versions are listed oldest first, and the pointer to the latest one never moves back."""
     for name in (*map(version_name, (999_999, 3, 1_000_000)), "weight_v7", "weight_v00000x", "other"):
         (tmp_path / name).mkdir()
     assert Chain(LocalStore(tmp_path)).numbers() == [3, 999_999, 1_000_000]

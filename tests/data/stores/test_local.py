@@ -134,7 +134,6 @@ def descriptors(free):
 
 
 def test_undeleted_folder_is_removed_before_the_next_version(store):
-    """A folder whose removal failed is removed when the writer next owns the store."""
     with store.draft("folder") as draft:
         draft.write("file", b"1")
     with descriptors(0):

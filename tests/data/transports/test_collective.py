@@ -223,7 +223,6 @@ def test_process_that_dies_or_freezes_is_named_at_the_other_end(who, moment, how
 
 @pytest.mark.parametrize("slow_one_dies", [False, True])
 def test_fast_worker_stays_in_the_group_until_slow_worker_ends(slow_one_dies):
-    """A worker with all its weights leaves the group only after the slower worker took them or died."""
     port, last = free_port(), 20
     programs = calling(receives, port, 1, 3, last), calling(receives, port, 2, 3, -1)
     with running_python(programs[0]) as slow, running_python(programs[1]) as fast:

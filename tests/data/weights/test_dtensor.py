@@ -44,7 +44,6 @@ def names(shards):
 
 @on_ranks(4)
 def test_fsdp2_shards_are_views_of_each_ranks_live_rows(rank, world, folder):
-    """FSDP2's shards are each rank's rows in live memory, and some ranks hold no rows of a tensor."""
     model = policy()
     shards = require_assembled(as_source(model))
     local = {name: parameter.to_local() for name, parameter in model.named_parameters()}
@@ -95,7 +94,6 @@ def test_fsdp2_over_tensor_parallel_layers_split_unevenly(rank, world, folder):
 
 @on_ranks(4)
 def test_partial_or_reordered_placements_are_gathered(rank, world, folder):
-    """Tensors whose placements give no blocks are gathered in order, and their shards say why."""
     mine = torch.arange(6.0).view(2, 3) * (rank + 1)
     weights = {
         "a": distribute_tensor(torch.arange(5.0), line(), [Shard(0)]),
@@ -166,7 +164,6 @@ def test_a_cast_of_a_block_is_the_block_of_the_cast(rank, world, folder):
 
 @on_ranks(4)
 def test_converted_transformers_models_have_checkpoint_names(rank, world, folder):
-    """Models that transformers converts at loading are sent under the names of their checkpoints."""
     for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
         model, reference = converted_model(kind), dict(as_source(converted_model(kind)))
         inner = getattr(model.model, "language_model", model.model)

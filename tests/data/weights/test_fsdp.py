@@ -24,8 +24,6 @@ def sender_of(transport):
 
 @on_ranks(2)
 def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
-    """A transport that fails on rank 0 at any step raises UpdateError on every rank, so none waits."""
-
     class Broken(tx.MemoryTransport):
         at = None
 

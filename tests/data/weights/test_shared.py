@@ -34,7 +34,6 @@ def elements(target):
 
 @given(st.lists(TARGETS, max_size=5))
 def test_shared_memory_is_found_exactly_for_overlapping_tensors(views):
-    """Tensors count as sharing memory exactly where they have an element in common."""
     own = {str(index): view for index, view in enumerate(views)}
     found = {place.name for places in shared(placed(*one) for one in own.items()) for place in places}
     meeting = [pair for pair in itertools.combinations(own, 2) if elements(own[pair[0]]) & elements(own[pair[1]])]
@@ -43,7 +42,6 @@ def test_shared_memory_is_found_exactly_for_overlapping_tensors(views):
 
 @given(st.lists(TARGETS, min_size=2, max_size=4), st.integers(0, 3), st.data())
 def test_differing_finds_values_that_one_memory_cannot_hold(views, moved, data):
-    """`differing` reports a group exactly where one memory cannot hold all values of its tensors."""
     memory = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
     own = {str(index): view for index, view in enumerate(views)}
     tensors = {name: view.of(memory).reshape(-1).clone().view(view.sizes) for name, view in own.items()}

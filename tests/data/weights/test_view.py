@@ -51,7 +51,6 @@ def test_overlap_is_found_exactly_when_blocks_share_an_element(data):
 
 @given(st.data())
 def test_merged_blocks_cover_each_element_once_and_are_maximal(data):
-    """Merged blocks hold every element once, and no two of them could be joined."""
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     blocks = data.draw(st.lists(blocks_of(shape), max_size=8))
     found = merged(blocks)
