@@ -246,15 +246,6 @@ class TestWaits:
 
 
 class TestAlone:
-    def test_a_trainer_of_one_rank_posts_nothing(self):
-        ranks = TrainerRanks("alone", PATIENT_S)
-        assert (ranks.rank, ranks.size, ranks.drives) == (0, 1, True)
-        with ranks.leading() as session:
-            assert ranks.session is session and session.ask("echo") == []
-            session.order("gather")
-            session.settle()
-        assert ranks.session.answers() == []
-
     def test_rank_without_group_gathers_and_assumes_success(self, stored):
         ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
         assert not ranks.drives

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.data.landing.test_patcher import SIZES, Engine
-from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.placement import record
 
@@ -23,19 +22,6 @@ def test_every_written_element_is_counted_fills_included():
     assert placement.sources("qkv") == ("q", "k", "v") and placement.nowhere() == ()
     assert record(model.load_weights, METAS[:1], model.params).written["qkv"] == 24
     assert record(lambda pairs: list(pairs), METAS[:2], {"p": meta(2)}).nowhere() == ("q", "k")
-
-
-@pytest.mark.parametrize(
-    ("param", "words"),
-    [
-        (ParamMeta("stranger", torch.float32, (1,)), r"stranger float32.*KeyError"),
-        (ParamMeta("norm", torch.float32, (1,)), "another shape"),  # which would broadcast
-    ],
-)
-def test_tensors_that_a_loader_does_not_take_are_refused(param, words):
-    model = Engine(lambda shape: meta(*shape), 0, 1)
-    with pytest.raises(ManifestError, match=words):
-        record(model.load_weights, [param], model.params)
 
 
 def test_computed_values_are_attributed_and_marked():
@@ -73,20 +59,6 @@ def test_a_cast_is_lossy_only_where_values_are_lost(source, target, kept):
     )
     lossy = [] if kept else [("w", "p")]
     assert [(param.name, landing.param) for param, landing in placement.lossy()] == lossy
-
-
-def test_a_live_copy_that_a_layer_derives_keeps_its_values():
-    """As SGLang's latent attention, which computes with a part of a weight that it copies after loading."""
-    weight, derived = meta(4, 6), torch.ones(2, 6)
-
-    def load(pairs):
-        for _, tensor in pairs:
-            weight.copy_(tensor)
-        derived.copy_(weight[:2] * 2)
-
-    placement = record(load, [ParamMeta("w", torch.float32, (4, 6))], {"weight": weight})
-    assert [landing.param for landing in placement.landings["w"]] == ["weight"]
-    assert torch.equal(derived, torch.ones(2, 6))
 
 
 @pytest.mark.parametrize("spread", [lambda tensor: tensor.expand(4, 3), lambda tensor: tensor.unfold(0, 2, 1)])

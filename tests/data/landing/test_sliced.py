@@ -128,15 +128,6 @@ def test_cast_of_partial_tensor_keeps_its_blocks(change, mode):
         part[0] + 0
 
 
-def test_a_copy_casts_as_a_copy_of_a_full_tensor_does(mode):
-    full = torch.randn(8, 6)
-    found = torch.empty(3, 6, dtype=torch.bfloat16)
-    found.copy_(whole(full)[2:5])
-    assert torch.equal(found, full[2:5].to(torch.bfloat16))
-    assert torch.equal(whole(full)[2:5].to(torch.float64) + 0, full[2:5].to(torch.float64))
-    assert torch.equal(whole(full).view(torch.int32) + 0, full.view(torch.int32))
-
-
 def test_a_tensor_without_dimensions_is_there_or_not(mode):
     meta, value = ParamMeta("scale", torch.float32, ()), torch.tensor(2.5)
     there = Sliced.of(meta, [(Block((), ()), value)])

@@ -12,54 +12,7 @@ from hypothesis import strategies as st
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Shard
 from torchrl_ext.data.weights.hf_names import shards_of_part
-from torchrl_ext.data.weights.view import Block, View, merged, overlap, without
-
-SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def blocks_of(draw, shape, full=True):
-    """A block of a tensor of some shape; empty ones, too, unless ``full``."""
-    start, stop = [], []
-    for size in shape:
-        first = draw(st.integers(0, max(0, size - full)))
-        start.append(first)
-        stop.append(draw(st.integers(min(size, first + full), size)))
-    return Block(tuple(start), tuple(stop))
-
-
-def counted(blocks, shape):
-    """How often blocks have each element."""
-    times = np.zeros(shape, int)
-    for block in blocks:
-        times[block.within(Block.whole(shape))] += 1
-    return times
-
-
-@given(st.data())
-def test_overlap_is_found_exactly_when_blocks_share_an_element(data):
-    shape = data.draw(SHAPES)
-    blocks = data.draw(st.lists(blocks_of(shape, full=False), max_size=5))
-    if data.draw(st.booleans()):  # all but a few pieces of a tensor, which meet nowhere
-        blocks = without([Block.whole(shape)], blocks)
-    found = overlap(blocks)
-    assert (found is not None) == bool((counted(blocks, shape) > 1).any())
-    if found is not None:
-        one, other = found
-        assert one in blocks and other in blocks and one is not other and one.meet(other) is not None
-
-
-@given(st.data())
-def test_merged_blocks_cover_each_element_once_and_are_maximal(data):
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
-    blocks = data.draw(st.lists(blocks_of(shape), max_size=8))
-    found = merged(blocks)
-    times = counted(found, shape)
-    assert times.max() <= 1 and (times[counted(blocks, shape) > 0] == 1).all()
-    assert merged(found) == found == merged(reversed(blocks)) and len(found) <= len(blocks)
-    whole, cuts = Block.whole(shape), data.draw(blocks_of(shape))
-    assert merged([cuts, *without([whole], [cuts])]) == (whole,)
-
+from torchrl_ext.data.weights.view import Block, View
 
 # views: a tensor of positions, seen through torch's own views, says what the view of them has to say
 
