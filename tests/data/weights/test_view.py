@@ -1,4 +1,4 @@
-"""Boxes and views of tensors, against torch itself: what they say of elements is what indexing a tensor gives."""
+"""Views of tensors, against torch itself: a tensor of positions says what the view of them has to say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Shard
 from torchrl_ext.data.weights.hf_names import shards_of_part
 from torchrl_ext.data.weights.view import Block, View
-
-# views: a tensor of positions, seen through torch's own views, says what the view of them has to say
 
 LARGER = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
