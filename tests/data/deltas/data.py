@@ -84,3 +84,30 @@ def pairs(dtype: torch.dtype, sizes: tuple[int, ...] = (0, 1, 63, 64, 4097, 20_0
         cluster = torch.zeros(count, dtype=torch.bool)
         cluster[count // 3 : count // 3 + 300] = True
         yield meta, old, small_steps(old, cluster, generator)
+
+
+class Listed:
+    """What `Patcher.stage` uses of a transport's changes: one patch of each stream that changes.
+
+    Args:
+        patches: one per tensor, all of one kind.
+        digests: digest of every tensor at the end, 32 hex digits, by name.
+    """
+
+    def __init__(self, *patches, digests=None):
+        self._patches, self.digests = patches, digests or {}
+
+    def patches(self, wanted):
+        table = ParamTable.of(patch.meta for patch in self._patches)
+        wants = {patch.meta.name: wanted(patch.meta.name) for patch in self._patches if patch.positions.size}
+        for number, stream in enumerate(table.streams):
+            own = [self._patches[param] for param in stream.params]
+            if not any(wants.get(patch.meta.name) for patch in own):
+                continue
+            firsts = zip(stream.first[:-1], own, strict=True)
+            positions = np.concatenate([first + one.positions for first, one in firsts])
+            values = np.concatenate([patch.values for patch in own])
+            yield StreamPatch(table, number, 0, stream.size, positions, values, own[0].steps)
+
+    def whole(self, names):
+        return iter(())

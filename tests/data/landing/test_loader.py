@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.landing.changes import Listed
+from tests.data.deltas.data import Listed
 from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError
 from torchrl_ext.data.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.data.weights.derived import as_source

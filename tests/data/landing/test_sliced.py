@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.data.sharded.plans import partition
+from tests.data.sharded.test_plan import partition
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.sliced import Sliced, part_of
