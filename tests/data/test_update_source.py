@@ -1,7 +1,5 @@
 """The digests of an update, which each end takes once; and values that are not finite, which refuse it."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 

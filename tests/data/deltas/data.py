@@ -1,7 +1,5 @@
 """Pairs of tensors that try a codec: every dtype, many densities, bit patterns of all kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

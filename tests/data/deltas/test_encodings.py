@@ -1,7 +1,5 @@
 """Encodings by name: what those of blocks promise, each of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What every implementation of the kernels has to do, held against numpy's words for it, and what digests see."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

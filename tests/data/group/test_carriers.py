@@ -1,7 +1,5 @@
 """Carriers over torch's backends under the contract, and which carrier a device gets."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where ranks meet: addresses, secrets, notes that say anything, and locks of the process."""
 
-from __future__ import annotations
-
 import re
 import socket
 import sqlite3

@@ -1,7 +1,5 @@
 """Segments of shared memory, and the handles by which other processes map them."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import closing, suppress

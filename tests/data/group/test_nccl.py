@@ -1,8 +1,6 @@
 """NCCL over a stand-in for its package: the contract of carriers, and what is its own: errors that come by themselves,
 streams, memory after an abort, and its environment."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

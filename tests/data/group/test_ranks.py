@@ -1,7 +1,5 @@
 """Trainer ranks follow rank 0 through its updates, which fail on all ranks if on one: over each kind of store."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import tempfile

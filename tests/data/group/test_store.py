@@ -1,7 +1,5 @@
 """The key store of a connection: both ends, over TCP and a Unix socket; deaths, strangers, and messages of any kind."""
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

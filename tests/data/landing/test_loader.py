@@ -1,7 +1,5 @@
 """How weights land in modules, TensorDicts and mappings: each name of an update, or none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Plans of transfers: each element that a worker needs comes once, in bounded rounds, from ranks that share a load."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

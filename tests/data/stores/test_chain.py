@@ -1,7 +1,5 @@
 """Chains of versions: the route that costs least, what may be collected, what readers read, and what is new to them."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Manifests: compact, readable as plain JSON too, and never trusted."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

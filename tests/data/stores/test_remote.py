@@ -1,7 +1,5 @@
 """Chains in remote stores: whatever writers, readers and collection do, no version is lost, changed or torn."""
 
-from __future__ import annotations
-
 import random
 import threading
 import uuid

@@ -1,7 +1,5 @@
 """What every store does: a directory, a dictionary, fsspec's memory filesystem, and an S3-compatible server."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

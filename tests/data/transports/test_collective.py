@@ -1,7 +1,5 @@
 """`VLLMCollectiveTransport` beyond the contract: forming groups, and members that refuse, stop, freeze or die."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The delta transport: what it publishes, who can read it, and from which base."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damaged versions are refused by name, before the pause; trainers that are killed, and collection, harm no reader."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

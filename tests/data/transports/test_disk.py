@@ -1,7 +1,5 @@
 """`DiskTransport` beyond the contract: what is published and how long it stays, and damage, which lands nowhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

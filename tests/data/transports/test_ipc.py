@@ -1,7 +1,5 @@
 """`IPCTransport` beyond the contract: other processes, deaths at every step, and whatever the other end says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

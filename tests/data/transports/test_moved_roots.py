@@ -1,7 +1,5 @@
 """Roots that are emptied, replaced, or links that are moved while a trainer publishes into them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

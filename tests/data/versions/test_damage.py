@@ -3,8 +3,6 @@
 Checksums are made anew, so that what is behind them is reached too.
 """
 
-from __future__ import annotations
-
 import base64
 import collections
 import json

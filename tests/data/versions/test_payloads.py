@@ -1,7 +1,5 @@
 """Memory for what is read of a chain is bounded in bytes, and collection in between does no harm."""
 
-from __future__ import annotations
-
 import uuid
 import weakref
 

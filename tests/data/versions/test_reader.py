@@ -1,7 +1,5 @@
 """Host copies beside an engine, which follow after the pause; and a worker that reads only the blocks that it needs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

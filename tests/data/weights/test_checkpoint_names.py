@@ -1,7 +1,5 @@
 """`transformers` modules are sent, and take weights, under the names of their checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """What every source of weights keeps: passes, parts, held tensors, ties and shards are those of what it declares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

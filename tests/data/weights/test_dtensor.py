@@ -1,6 +1,4 @@
-"""What ranks of FSDP and of tensor parallelism hold: together it is what a gather gives; and failures on one of them."""
-
-from __future__ import annotations
+"""What ranks of FSDP and tensor parallelism hold: together it is what a gather gives; and failures on one of them."""
 
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """LoRA modules are merged on the way out and stay as they are."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

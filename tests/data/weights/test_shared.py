@@ -1,7 +1,5 @@
 """Tensors that land in one memory: which those are, and whether it could hold them all, against torch's own views."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

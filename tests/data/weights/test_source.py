@@ -1,7 +1,5 @@
 """What a source makes of modules, TensorDicts and mappings."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Views and blocks of tensors, against torch itself: what they say of elements is what indexing a tensor gives."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
