@@ -41,18 +41,17 @@ def blocks_of(dtype: torch.dtype, *sizes: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("name", OURS)
-class TestEveryEncoding:
-    def test_each_block_alone_restores_every_bit_of_every_dtype(self, name: str):
-        encoding = encodings.make(name)
-        for dtype in DTYPES:
-            for table, found, after in blocks_of(dtype, (1, 63, 64, 9000)):
-                kind, data = encoding.encode(unit_of(dtype), found)
-                assert name not in ("auto", "bitmap") or len(data) <= 1.2 * found.old.nbytes + 600
-                base = found.old if kind == "context" else None
-                patch = decode_block(kind, memoryview(b"\0" + data)[1:], table, 0, found.start, found.size, base)
-                assert patch.positions.dtype == np.int32 and patch.values.dtype == unit_of(dtype).dtype
-                patch.apply(found.old)
-                assert found.old.tobytes() == after.tobytes(), dtype
+def test_each_block_alone_restores_every_bit_of_every_dtype(name):
+    encoding = encodings.make(name)
+    for dtype in DTYPES:
+        for table, found, after in blocks_of(dtype, (1, 63, 64, 9000)):
+            kind, data = encoding.encode(unit_of(dtype), found)
+            assert name not in ("auto", "bitmap") or len(data) <= 1.2 * found.old.nbytes + 600
+            base = found.old if kind == "context" else None
+            patch = decode_block(kind, memoryview(b"\0" + data)[1:], table, 0, found.start, found.size, base)
+            assert patch.positions.dtype == np.int32 and patch.values.dtype == unit_of(dtype).dtype
+            patch.apply(found.old)
+            assert found.old.tobytes() == after.tobytes(), dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)

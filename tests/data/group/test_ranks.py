@@ -243,16 +243,15 @@ class TestWaits:
             pytest.fail("no other rank can take part")
 
 
-class TestAlone:
-    def test_rank_without_group_gathers_and_assumes_success(self, stored):
-        ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
-        assert not ranks.drives
-        assert ranks.following(lambda: {"gather": ran.append}) is None
-        assert ran == [{}]
-        with pytest.raises(ManifestError):
-            ranks.following(lambda: {"gather": fail})
-        with pytest.raises(TransportError, match="leads no update"):
-            stored.trainer()[0].session.order("echo")
+def test_rank_without_group_gathers_and_assumes_success(stored):
+    ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
+    assert not ranks.drives
+    assert ranks.following(lambda: {"gather": ran.append}) is None
+    assert ran == [{}]
+    with pytest.raises(ManifestError):
+        ranks.following(lambda: {"gather": fail})
+    with pytest.raises(TransportError, match="leads no update"):
+        stored.trainer()[0].session.order("echo")
 
 
 def leads_for_ever(path):

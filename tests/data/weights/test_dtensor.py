@@ -194,11 +194,6 @@ def test_only_weights_with_merged_adapters_are_gathered(rank, world, folder):
     assert [shard.why for shard in shards if shard.gathers] == ["adapters are merged into it"]
 
 
-def sender_of(transport):
-    """A sender; rank 0 drives an engine, which serves another policy."""
-    return tx.WeightSender(transport, InProcessEngine(Policy()) if dist.get_rank() == 0 else None)
-
-
 @on_ranks(2)
 def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
     class Broken(tx.MemoryTransport):
@@ -223,7 +218,7 @@ def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
             self.fail_at(self.at)
 
     policy, transport = sharded(Policy()), Broken()
-    sender = sender_of(transport)
+    sender = tx.WeightSender(transport, InProcessEngine(Policy()) if rank == 0 else None)
     sender.register_model(policy)
     for transport.at in ("look", "open", 0, 1, 4, len(as_source(policy).params())):
         with pytest.raises(UpdateError, match="broken at"):

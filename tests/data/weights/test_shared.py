@@ -73,24 +73,21 @@ def test_digests_of_one_memory_have_to_be_equal(digests, refused):
     refuse_digests(groups, {"a": digests["a"], "b": ""})
 
 
-class TestConfig:
-    """What a checkpoint's own configuration says of its head."""
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}, False),
+        ({"text_config": {"tie_word_embeddings": True}}, True),
+        ({}, False),
+    ],
+)
+def test_a_config_ties_the_head_to_the_embedding_of_its_shape(config, tied):
+    class Source(MappingSource):
+        def files(self):
+            return {"config.json": json.dumps(config).encode()}
 
-    @pytest.mark.parametrize(
-        ("config", "tied"),
-        [
-            ({"tie_word_embeddings": True}, True),
-            ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}, False),
-            ({"text_config": {"tie_word_embeddings": True}}, True),
-            ({}, False),
-        ],
-    )
-    def test_it_ties_the_head_to_the_embedding_of_its_shape(self, config, tied):
-        class Source(MappingSource):
-            def files(self):
-                return {"config.json": json.dumps(config).encode()}
-
-        names = {"lm_head.weight": (6, 4), "model.embed_tokens.weight": (6, 4), "model.embed_positions.weight": (3, 4)}
-        found = tied_by_config(Source({name: torch.zeros(shape) for name, shape in names.items()}))
-        expected = [{"lm_head.weight", "model.embed_tokens.weight"}] if tied else []
-        assert [{place.name for place in places} for places in found] == expected
+    names = {"lm_head.weight": (6, 4), "model.embed_tokens.weight": (6, 4), "model.embed_positions.weight": (3, 4)}
+    found = tied_by_config(Source({name: torch.zeros(shape) for name, shape in names.items()}))
+    expected = [{"lm_head.weight", "model.embed_tokens.weight"}] if tied else []
+    assert [{place.name for place in places} for places in found] == expected
