@@ -68,11 +68,6 @@ def test_a_rank_that_never_arrives_is_named_on_both_sides():
     trainer.shutdown()
 
 
-def test_a_trainer_alone_must_know_how_many_workers_there_are():
-    with pytest.raises(ConfigError, match="world_size"):
-        VLLMCollectiveTransport(device="cpu").init_all_workers_group({})
-
-
 # roles
 
 
@@ -135,6 +130,8 @@ def test_a_loader_may_stop_at_any_parameter():
 
 
 def test_numbers_of_workers_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="world_size"):
+        VLLMCollectiveTransport(device="cpu").init_all_workers_group({})
     info = member(0, 0, None).open(1, (), Deadline(WAIT_S)).info
     with pytest.raises(ConfigError, match="rank 2 does not exist in world_size 2"):
         VLLMCollectiveTransport.join(info, Worker(rank=2), Deadline(WAIT_S))
