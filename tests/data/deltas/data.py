@@ -6,32 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext import testing
 from torchrl_ext.base.types import ParamMeta, dtype_name
 from torchrl_ext.data.deltas.codec_loops import steps_between
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_of, units
 
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+DTYPES = [*testing.DTYPES, torch.uint16, torch.complex64, torch.complex128]
 
 
 def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.data import bounds
-from tests.data.deltas.data import DTYPES, bytes_of, pairs
+from tests.data.deltas.data import DTYPES, pairs
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
@@ -19,6 +19,7 @@ from torchrl_ext.data.deltas.tokens import decode, encode, varints
 from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.testing import same_bits
 
 OURS = [name for name in encodings.names() if encodings.make(name).container == "blocks"]
 BLOCK = 4096  # units
@@ -83,7 +84,7 @@ def test_context_is_within_six_percent_of_what_exponents_tell(density):
     for kind, data in coded.items():
         landed = old.clone()
         decode_block(kind, data, table, 0, 0, found.size, found.old).apply(units(landed))
-        assert bytes_of(landed) == bytes_of(new)
+        assert same_bits(landed, new)
 
 
 @pytest.mark.parametrize(("density", "kind"), [(0.001, "ulp"), (0.2, "ulp"), (0.5, "bitmap"), (1.0, "ulp")])

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.sharded.shard_ranks import chunk
 from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.sharded.plan import Agreement, Blocks, MemberPlan, Shares, TransferPlan, group_rank, make_plan
@@ -23,14 +24,6 @@ Layout = list[list[list[Block]]]
 """Blocks by member and parameter."""
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
-
-
-def stretch(shape: Sequence[int], axis: int, part: int, parts: int) -> list[Block]:
-    """Return one of the parts of a tensor that is cut along one dimension."""
-    whole, size = Block.whole(shape), -(-shape[axis] // parts)
-    start, stop = (list(edge) for edge in whole)
-    start[axis], stop[axis] = min(part * size, shape[axis]), min((part + 1) * size, shape[axis])
-    return [Block(tuple(start), tuple(stop))]
 
 
 def shares(layout: Layout) -> list[Blocks]:
@@ -160,10 +153,10 @@ def layout(members: int, how) -> Layout:
 
 
 WHOLE = lambda shape, _: [Block.whole(shape)]  # noqa: E731 - a table of layouts
-FSDP_4 = layout(4, lambda shape, rank: stretch(shape, 0, rank, 4))
-HSDP_2X2 = layout(4, lambda shape, rank: stretch(shape, 0, rank % 2, 2))
+FSDP_4 = layout(4, lambda shape, rank: [chunk(shape, 0, rank, 4)])
+HSDP_2X2 = layout(4, lambda shape, rank: [chunk(shape, 0, rank % 2, 2)])
 REPLICATED_4 = layout(4, WHOLE)
-TP_2 = layout(2, lambda shape, worker: stretch(shape, 1, worker, 2) if len(shape) > 1 else WHOLE(shape, 0))
+TP_2 = layout(2, lambda shape, worker: [chunk(shape, 1, worker, 2)] if len(shape) > 1 else WHOLE(shape, 0))
 
 
 def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MODEL) -> TransferPlan:
