@@ -103,6 +103,16 @@ def test_of_two_trainers_that_write_one_version_one_is_refused(url, monkeypatch)
     assert open_store(url).get("weight_v000001/manifest.json") == b"of another one"
 
 
+def test_a_writer_that_fails_after_its_manifest_removes_nothing(url):
+    """Readers may have seen the version: a lost connection is no reason to take it from them."""
+    store = open_store(url)
+    with pytest.raises(StoreError, match="lost"), store.draft("weight_v000001") as draft:
+        draft.write("data", b"d")
+        draft.write("manifest.json", b"m")
+        raise StoreError("the answer was lost")
+    assert store.list("weight_v000001") == ["data", "manifest.json"]
+
+
 def test_a_pointer_that_is_put_late_leads_nobody_back(url):
     trainer, reader = at(url), at(url)
     for number in (1, 2):
