@@ -125,6 +125,13 @@ def test_random_pieces_are_digested_and_changed_in_place(way):
                 assert torch.equal(piece.memory.cpu(), memory[: piece.memory.numel()]), seed
 
 
+def test_a_change_beside_all_pieces_is_nothing_to_write(way):
+    own, device = way
+    piece = Piece(destination=torch.zeros(4, dtype=torch.int16, device=device), offset=5, strides=(1,))
+    change = Range(range(1), np.array([0, 9]), np.array([3]), np.ones(1, np.uint16), None)
+    assert own.land(Places([[piece]], ["w"]), change) is None
+
+
 def test_words_of_runs_of_every_width_offset_and_tail(way, monkeypatch):
     """Runs begin and end anywhere in words and in rows of keys, and many are summed at once."""
     own, device = way

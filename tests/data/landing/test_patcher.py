@@ -7,7 +7,7 @@ from tests.data.deltas.data import Listed, diff, random_bits, steps_of
 from tests.data.deltas.data import patch_of as made
 from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
-from torchrl_ext.base.errors import IntegrityError, NotConnectedError
+from torchrl_ext.base.errors import IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import loops, torch_ops
 from torchrl_ext.data.deltas.torch_ops import kernels_on
@@ -317,6 +317,19 @@ def test_every_written_element_is_counted_fills_included():
     assert placement.sources("qkv") == ("q", "k", "v") and placement.nowhere() == ()
     assert record(model.load_weights, METAS[:1], model.params).written["qkv"] == 24
     assert record(lambda pairs: list(pairs), METAS[:2], {"p": meta(2)}).nowhere() == ("q", "k")
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        (ParamMeta("stranger", torch.float32, (1,)), r"stranger float32.*KeyError"),
+        (ParamMeta("norm", torch.float32, (1,)), "another shape"),  # which would broadcast
+    ],
+)
+def test_tensors_that_a_loader_does_not_take_are_refused(param, words):
+    model = Engine(lambda shape: meta(*shape), 0, 1)
+    with pytest.raises(ManifestError, match=words):
+        record(model.load_weights, [param], model.params)
 
 
 def test_computed_values_are_attributed_and_marked():

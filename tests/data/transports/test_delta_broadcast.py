@@ -91,6 +91,14 @@ def test_damage_on_the_way_is_found_by_name_and_changes_no_model(monkeypatch):
         assert torch.equal(served.weight, before)
 
 
+def test_missing_version_raises_a_deadline_naming_the_trainer():
+    with (
+        group(2, member, timeout_s=1.0) as (_, worker),
+        pytest.raises(DeadlineError, match="did not come from the trainer"),
+    ):
+        worker.attend(Deadline(1.0)).stage(1, None, Deadline(1.0))
+
+
 class Announced:
     """A worker's end of a group whose trainer says what a test likes."""
 

@@ -74,6 +74,15 @@ class TestDamage:
             assert same(reader.receive_weights(WAIT_S), own)
         sender.shutdown()
 
+    @pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd"])
+    def test_is_found_in_the_files_of_other_layouts_too(self, root, encoding):
+        published(root, 3, keyframe_every=0, encoding=encoding)
+        file = max(folder(root, 3).glob("*0000*"), key=lambda path: path.stat().st_size)
+        for spoil in (lambda file: flip(file, file.stat().st_size - 5), lambda file: os.truncate(file, 0), Path.unlink):
+            spoil(file)
+            with pytest.raises(IntegrityError, match=file.name):
+                trainer_at(root).receive_weights(WAIT_S)
+
     def test_missing_delta_is_named_and_a_later_keyframe_is_enough(self, root):
         trainer, own, _ = published(root, 4, keyframe_every=0)
         reader = trainer_at(root)
