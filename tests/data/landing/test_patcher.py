@@ -369,6 +369,20 @@ def test_a_cast_is_lossy_only_where_values_are_lost(source, target, kept):
     assert [(param.name, landing.param) for param, landing in placement.lossy()] == lossy
 
 
+def test_a_live_copy_that_a_layer_derives_keeps_its_values():
+    """As SGLang's latent attention, which computes with a part of a weight that it copies after loading."""
+    weight, derived = meta(4, 6), torch.ones(2, 6)
+
+    def load(pairs):
+        for _, tensor in pairs:
+            weight.copy_(tensor)
+        derived.copy_(weight[:2] * 2)
+
+    placement = record(load, [ParamMeta("w", torch.float32, (4, 6))], {"weight": weight})
+    assert [landing.param for landing in placement.landings["w"]] == ["weight"]
+    assert torch.equal(derived, torch.ones(2, 6))
+
+
 @pytest.mark.parametrize("spread", [lambda tensor: tensor.expand(4, 3), lambda tensor: tensor.unfold(0, 2, 1)])
 def test_copy_to_several_places_is_not_an_exact_landing(spread):
     source = ParamMeta("scale", torch.float32, (3,))
