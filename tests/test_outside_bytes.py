@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from tests.data.deltas.data import diff
 from tests.data.transports.chains import weights
-from tests.data.versions.damage import published, signed
+from tests.data.versions.test_damage import published, signed
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.base.types import ParamMeta, dtype_from_name
@@ -165,7 +165,7 @@ def test_a_small_file_with_a_large_header_is_not_parsed(chance):
 
 @pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
 def test_files_and_manifests_of_deltas_in_other_layouts(encoding, chance):
-    """Blocks and their manifests: `tests.data.versions.damage`."""
+    """Blocks and their manifests: `tests.data.versions.test_damage`."""
     own, refused, number = published(encoding, OLD, NEW), 0, 700
     document = json.loads(own.text)
     del document["content"]

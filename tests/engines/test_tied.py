@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.landing.changes import Listed
+from tests.data.deltas.data import Listed
 from tests.engines import processed
 from tests.sync.ends import digests, made
 from torchrl_ext.base import messages
