@@ -27,22 +27,3 @@ def test_a_checkpoint_is_pushed(transport, served, checkpoint, tmp_path, capsys)
     assert told["pushed"] and told["report"]["verified"]
     assert served.tokens() == greedy(tiny_model(3))
     assert served.version() == str(told["report"]["version"])
-
-
-def test_push_of_another_models_checkpoint_is_refused(vllm, tmp_path, capsys):
-    """A push of another model's checkpoint is refused, and the server goes on generating as before."""
-    before, version = vllm.tokens(), vllm.version()
-    strange = tiny_checkpoint(tmp_path / "strange", hidden_size=64)
-    told = command(capsys, "push", strange, "--engines", vllm.url, status=3)
-    assert told["report"]["engines"][0]["state"] == "serving"
-    assert not vllm.paused() and vllm.version() == version and vllm.tokens() == before
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tensor_parallel", ["vllm"], indirect=True)
-def test_each_of_two_workers_answers_for_itself(tensor_parallel, tmp_path, capsys):
-    told = command(capsys, "doctor", tensor_parallel.url, "--root", tmp_path, "--transport", "collective")
-    seen = [row["found"] for row in told["findings"] if row["check"] == "shared root" and "sides" in row["found"]]
-    assert sorted(seen) == ["seen from both sides (worker 0)", "seen from both sides (worker 1)"]
-    assert len([row for row in told["findings"] if row["check"] == "group"]) == 2
-    assert list(tmp_path.iterdir()) == []

@@ -79,35 +79,6 @@ def test_next_update_recovers_engine_after_trainer_death(served, transport, tmp_
     assert_recovers_from_a_death(served, transport, tmp_path)
 
 
-def test_so_it_is_with_two_workers(tensor_parallel, tmp_path):
-    assert_recovers_from_a_death(tensor_parallel, "collective", tmp_path)
-
-
-class Damaging(tx.DiskTransport):
-    """Cuts off what it published, before engines look at it."""
-
-    def __init__(self, root):
-        super().__init__(root=root)
-        self.folder = root
-
-    def prepare(self, update, within):
-        handoff = super().prepare(update, within)  # published, and read by engines from here on
-        for shard in self.folder.glob(f"weight_v{update.version:06d}/*.safetensors"):
-            with shard.open("r+b") as file:
-                file.truncate(shard.stat().st_size - 64)
-        return handoff
-
-
-def test_damaged_files_are_refused_before_the_pause(served, tmp_path):
-    good = tiny_model(72)
-    with sending("disk", tmp_path / "good", served) as sender:
-        sender.update_weights(good)
-    engine = tx.make_engine(served.kind, url=served.url)
-    with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
-        tx.WeightSender(Damaging(tmp_path / "damaged"), engine).update_weights(tiny_model(73))
-    assert served.says(good) and not served.paused()
-
-
 def test_files_damaged_during_pause_leave_engine_paused(served, tmp_path, monkeypatch):
     """Files damaged during the pause leave the engine paused, as the error says, until the next update."""
     good, folder = tiny_model(71), tmp_path / "damaged"
