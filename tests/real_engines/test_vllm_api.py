@@ -114,5 +114,3 @@ def test_trls_trainer_sends_by_our_backend(vllm, checkpoint, tmp_path):
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     tokens = vllm.tokens()
     assert vllm.would_say(trained.eval(), tokens) and not vllm.would_say(tiny_model(0), tokens)
-
-
