@@ -92,18 +92,6 @@ def test_options_are_settings_of_a_transport_under_other_names(options, name, se
     assert (chosen.name, chosen.settings) == (name, settings)
 
 
-def test_make_transport_takes_each_encoding_and_extra_settings(tmp_path):
-    """A delta transport is made with each encoding and a timeout, and an unknown setting is refused."""
-    options = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
-    for encoding in tx.DeltaTransport.encodings():
-        config = WeightUpdateConfig(update_weight_mode="delta", update_weight_encoding=encoding, **options)
-        transport = config.make_transport(timeout_s=3.0)
-        assert isinstance(transport, tx.DeltaTransport)
-        assert (transport.root, transport.timeout_s) == (str(tmp_path), 3.0)
-        with pytest.raises(ConfigError, match="does not take these settings"):
-            config.make_transport(colour="red")
-
-
 def test_two_option_names_with_different_values_are_refused():
     """An option with two names takes either name, or both names with the same value."""
     own, other = "vllm_router_port", "sglang_router_port"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.compat.vllm_api import Client, Declared, FanOut, TRLs
 from tests.fakes import FakeEngine
-from tests.ranks import on_ranks
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError, UpdateError
 from torchrl_ext.compat.vllm_api import (
     ClientPort,
@@ -60,15 +58,6 @@ def test_server_follows_through_foreign_client_and_owner_pauses(client, tmp_path
         assert not fake.wrongs and fake.counts["POST /pause"] == fake.counts["POST /resume"] == 2
         assert not {"POST /reset_prefix_cache", "GET /is_sleeping", "GET /server_info"} & {*fake.counts}
         engine.shutdown()
-        engine.shutdown()
-
-
-def test_a_transport_of_ranks_takes_full_tensors():
-    with FakeEngine("vllm") as fake:
-        engine = trainer(Client(fake.url), Declared(weights(1)), transport="sharded")
-        paused(fake)
-        report = engine.send_weights()
-        assert report.verified and served(fake, 1) and report.whole
         engine.shutdown()
 
 
@@ -151,30 +140,6 @@ class TestFailures:
         with pytest.raises(ConfigError, match="declares no weights"):
             trainer(Mute("http://engine"), None, tmp_path)
 
-    def test_failing_source_changes_nothing_and_next_update_arrives(self, tmp_path):
-        """A source that raises leaves the served weights as they were, and the next update arrives."""
-
-        class Failing(Declared):
-            fails = False
-
-            def __iter__(self):
-                yield "a", self.tensors["a"]
-                if self.fails:
-                    raise RuntimeError("the gather broke")
-                yield "b", self.tensors["b"]
-
-        source = Failing(weights(1))
-        with FakeEngine("vllm") as fake:
-            engine = trainer(Client(fake.url), source, tmp_path)
-            paused(fake)
-            engine.send_weights()
-            source.fails, source.tensors = True, weights(2)
-            with pytest.raises(UpdateError, match="the gather broke"):
-                engine.send_weights()
-            assert served(fake, 1) and fake.whole
-            source.fails = False
-            assert engine.send_weights().verified and served(fake, 2)
-
     def test_another_trainer_replaces_this_one_until_it_joins_again(self, tmp_path):
         with FakeEngine("vllm") as fake:
             first = trainer(Client(fake.url), Declared(weights(1)), tmp_path / "1")
@@ -185,36 +150,3 @@ class TestFailures:
             assert served(fake, 2)
             report = first.send_weights()
             assert report.verified and served(fake, 1) and report.version == 3  # what the workers say is not used again
-
-
-class Policy(nn.Module):
-    def __init__(self, step):
-        super().__init__()
-        self.a, self.b = (nn.Parameter(tensor) for tensor in weights(step).values())
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
-    from torch.distributed.fsdp import fully_shard
-
-    fake = FakeEngine("vllm") if rank == 0 else None
-    for transport in ("delta", "sharded"):
-        model = fully_shard(Policy(0))
-        tensors = dict(model.named_parameters())
-        settings = {"settings": {"root": f"{folder}/root"}} if transport == "delta" else {}
-        client = Client(fake.url) if rank == 0 else None
-        engine = trainer(client, Declared(tensors), rank=rank, transport=transport, **settings)
-        for step in (1, 2):
-            with torch.no_grad():
-                for tensor in tensors.values():
-                    tensor += 1
-            if rank == 0:
-                paused(fake)
-            dist.barrier()
-            report = engine.send_weights()
-            assert rank != 0 or (served(fake, step) and report.verified), transport
-            if transport == "sharded" and rank == 0:
-                assert report.whole and min(report.rank_bytes) > 0
-            dist.barrier()
-        engine.shutdown()
