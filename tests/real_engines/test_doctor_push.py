@@ -1,20 +1,11 @@
-"""`torchrl-ext doctor` and `push` at real servers and a real router; `test_native` has those without our plugin."""
+"""`torchrl-ext push` to real servers; `test_native` has those without our plugin."""
 
 import pytest
 
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.real_engines.served import command
-from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.control.serving.server import RouterProcess
 
 pytestmark = pytest.mark.engine
-
-
-def test_a_real_router_is_recognised(vllm, capsys):
-    with RouterProcess([vllm.url], **settings_for_router("vllm")) as router:
-        told = command(capsys, "doctor", router.url, status=1)
-    (row,) = [row for row in told["findings"] if row["check"] == "router"]
-    assert row["level"] == "failure" and vllm.url in row["remedy"]
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
