@@ -4,7 +4,6 @@ Without a check ahead SGLang skips an unknown name, and keeps old values under a
 """
 
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,8 @@ from tests.models import tiny_model
 from tests.processes import calling, finished
 from tests.real_engines.served import sending
 from tests.turns import CLOSE, PROMPTS, die, gap
-from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.base.routes import called
-from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.control.serving.processes import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -83,52 +79,29 @@ def test_files_damaged_during_pause_leave_engine_paused(served, tmp_path, monkey
     """Files damaged during the pause leave the engine paused, as the error says, until the next update."""
     good, folder = tiny_model(71), tmp_path / "damaged"
     engine = tx.make_engine(served.kind, url=served.url)
-    begin = engine.begin
+    update = engine.update
 
-    def begin_and_damage(version):  # what the engine has looked at is overwritten before it loads it
-        begin(version)
-        for shard in folder.glob(f"weight_v{version:06d}/*.safetensors"):
-            with shard.open("r+b") as file:
-                file.seek(-64, 2)
-                file.write(b"\xff" * 64)
+    def damaging(version):  # what the engine has looked at is overwritten before it loads it
+        found = update(version)
+        begin = found.begin
 
-    monkeypatch.setattr(engine, "begin", begin_and_damage)
+        def begin_and_damage():
+            begin()
+            for shard in folder.glob(f"weight_v{version:06d}/*.safetensors"):
+                with shard.open("r+b") as file:
+                    file.seek(-64, 2)
+                    file.write(b"\xff" * 64)
+
+        found.begin = begin_and_damage
+        return found
+
+    monkeypatch.setattr(engine, "update", damaging)
     with pytest.raises(tx.WeightSyncError, match="is paused and holds") as error:
         tx.WeightSender(tx.DiskTransport(folder), engine).update_weights(good)
     assert error.value.rows[0].state == "paused" and served.paused()
     with sending("disk", tmp_path / "last", served) as sender:
         served.assert_serves(good, sender.update_weights(good))
     assert not served.paused()
-
-
-def test_unreachable_master_fails_join_while_server_serves(served, tmp_path):
-    """A join to an unreachable master ends in an error, and the server answers throughout."""
-    model, told = tiny_model(51), []
-    with sending("disk", tmp_path, served) as sender:
-        sender.update_weights(model)
-    params = tuple(ParamMeta.of(name, tensor) for name, tensor in model.state_dict().items())
-    transport = tx.make_transport("collective", timeout_s=5)
-    offer = transport.open(1, params, Deadline(5)).info
-    offer = {key: free_port() if key.endswith("_port") else value for key, value in offer.items()}
-    info = {"transport": "collective", "params": [meta.to_json() for meta in params], "world_size": 2, "offer": offer}
-    engine = tx.make_engine(served.kind, url=served.url, load_timeout_s=60)
-
-    def joining():
-        try:
-            engine.join(info)
-        except tx.WeightSyncError as error:
-            told.append(error)
-
-    thread = threading.Thread(target=joining)
-    thread.start()
-    generated = 0
-    while thread.is_alive():
-        assert served.says(model)
-        generated += 1
-    thread.join()
-    transport.shutdown()
-    assert generated and "did not join the transport" in str(told[0])
-    assert served.says(model)
 
 
 @pytest.mark.parametrize("tensor_parallel", ["vllm"], indirect=True)
