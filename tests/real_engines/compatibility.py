@@ -37,15 +37,14 @@ def kinds_table(results: Iterable[Mapping]) -> str:
 
 
 def _row(cell: Cell, found: Mapping) -> str:
-    found = {} if cell.does_not_start else found
-    outcome = "does not start" if cell.does_not_start else found.get("outcome", "not run")
+    outcome = found.get("outcome", "not run")
     outcome = ", ".join(filter(None, (outcome, found.get("proof", ""))))
     engine = _NAMES[cell.engine] + (f" {found['version']}" if found else "")
     gaps = (f"{found[field]:.1e}" for field in ("gap_cold", "gap_after", "as_cold") if field in found)
     workers = "one worker" if cell.parallel == "1" else cell.parallel
     form = f"{cell.quantisation} of {cell.dtype}" if cell.quantisation else cell.dtype
     repairs = ", ".join(name.removesuffix(_STEP) for name in found.get("repairs", ()))
-    why = (cell.does_not_start or found.get("reason", "") or repairs).replace("|", "\\|")
+    why = (found.get("reason", "") or repairs).replace("|", "\\|")
     columns = (engine, cell.kind, f"{workers}, {form}", outcome, ", ".join(gaps).replace("0.0e+00", "0"), why)
     return f"| {' | '.join(columns)} |"
 

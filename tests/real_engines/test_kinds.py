@@ -35,9 +35,8 @@ def marked(cell):
     return pytest.param(cell, id=cell.name, marks=() if cell.core else pytest.mark.exhaustive)
 
 
-STARTING = [cell for cell in CELLS if not cell.does_not_start]
-FOLLOWING = [marked(cell) for cell in STARTING if not cell.refused]
-REFUSING = [marked(cell) for cell in STARTING if cell.refused]
+FOLLOWING = [marked(cell) for cell in CELLS if not cell.refused]
+REFUSING = [marked(cell) for cell in CELLS if cell.refused]
 
 
 class Trainer:
