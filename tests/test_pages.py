@@ -123,7 +123,6 @@ def test_modules_and_files_that_pages_name_are_there():
 
 
 def test_architecture_page_names_existing_functions_for_each_hop():
-    """Each hop of a weight on the architecture page is a function or class in the file that it names."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     hops = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", page)
     assert len(hops) > 15 and len(re.findall(r"^\| \d+ \| [a-z]", page, re.MULTILINE)) == 16

@@ -68,7 +68,6 @@ def test_torchrl_logger_gets_scalars_and_failures_by_version(trainer, tmp_path):
 
 
 def test_log_function_gets_reports_and_an_error_is_a_warning(trainer, caplog):
-    """A log function gets each report; one that raises causes a warning and no failed update."""
     got = []
 
     def broken(report):

@@ -253,7 +253,6 @@ class Lazy(types.ModuleType):
 
 
 def test_messages_are_pickled_without_a_search_of_modules(monkeypatch):
-    """Messages are pickled by their content, and pickle looks up no name in any module."""
     monkeypatch.setattr(sys, "modules", {"lazy_module": Lazy("lazy_module"), **sys.modules})
     for message in (Start(connection="a"), Load(version=1, handoff={"path": "/a"}), Inspect()):
         assert pickle.loads(pickle.dumps(message)) == message

@@ -33,7 +33,6 @@ def registry():
 
 @pytest.mark.parametrize("settings", [{}, {"size": 1, "weight": 2}, {"colour": "blue"}])
 def test_unknown_settings_are_a_config_error_naming_known_ones(registry, settings):
-    """Settings that a class does not take raise a ConfigError that names the settings it takes."""
     with pytest.raises(ConfigError, match=r"box 'strict' does not take these settings.*Expected: some of size, colour"):
         registry.make("strict", **settings)
 
@@ -68,7 +67,6 @@ def test_names_of_other_packages_are_known_and_take_none_of_ours(site):
 
 @pytest.mark.parametrize("module", ["birds:DodoTransport", "nowhere:Transport", "that_raises:Transport", "birds"])
 def test_transport_that_cannot_be_imported_is_named(site, monkeypatch, module):
-    """A transport that cannot be imported is named in the error, and engines follow the other transports."""
     (site / "that_raises.py").write_text("raise RuntimeError('no licence')")
     ours = Registry("transport")
     ours.register("lost", module, "of package birds")
@@ -93,7 +91,6 @@ def test_a_package_whose_files_are_damaged_hides_no_other(site, file, caplog):
 
 
 def test_engine_does_not_list_a_transport_of_the_trainer():
-    """A transport that is registered in the trainer alone is not among an engine's transports."""
     transports.register("here alone", "tests.base.test_registry:Strict", "of this process")
     try:
         with running() as server:

@@ -27,7 +27,6 @@ SMALLEST = {
 @pytest.mark.exhaustive  # together about two minutes of processes and compilers; .ci/run runs them
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name, capsys):
-    """Every benchmark of this folder runs, except the one that needs an engine."""
     assert SUBJECTS.keys() - SMALLEST.keys() == {"landing"}
     assert main([name, "--repeats", "1", *SMALLEST[name].split(), "--json"]) == 0
     assert any(value not in ("", "0") for _, value in bench.figures(json.loads(capsys.readouterr().out)))

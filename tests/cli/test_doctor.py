@@ -148,7 +148,6 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(capsys):
     ids=["vllm", "sglang"],
 )
 def test_doctor_shows_transports_of_an_engine_without_the_plugin(info, follows, missing, capsys):
-    """The doctor lists the transports of an engine without our plugin, and the routes that it lacks."""
     with running(get_server_info=(200, info)) as server:
         server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
         found = examined(capsys, server.url, "--transport", follows.rpartition(", ")[2], status=1)

@@ -27,7 +27,6 @@ def root(tmp_path):
 
 
 def test_help_imports_no_torch_and_has_examples():
-    """Help of every command imports no torch, has an example and shows no Python value."""
     lines = [[], *([name] for name in COMMANDS), *ACTIONS]
     document = python(
         "import json, sys\nfrom torchrl_ext.cli.main import main\n"

@@ -82,7 +82,6 @@ def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start
 
 
 def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_path, capsys):
-    """A delta carries only what changed against the weights that the engines run."""
     step, second = tmp_path / "step", tmp_path / "second"
     for source, target in ((start, step), (step, second)):
         shutil.copytree(source, target)
@@ -97,7 +96,6 @@ def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_pa
 
 
 def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, other, tmp_path, capsys):
-    """Another model, or a delta against another base, is refused, and the engine serves its weights on."""
     strange, before = tiny_checkpoint(tmp_path / "strange", hidden_size=64), says(fresh)
     document = pushed(capsys, strange, [fresh], status=3)
     assert document["type"] == "UpdateError" and "lm_head.weight" in document["error"] and not document["pushed"]
@@ -141,7 +139,6 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
     ],
 )
 def test_what_cannot_work_is_refused_at_once(argv, status, kind, word, start, capsys):
-    """Wrong settings are a ConfigError that names the option, before files or engines are opened."""
     assert main(["push", *argv.replace("START", str(start)).split(), "--json"]) == status
     document = json.loads(capsys.readouterr().out)
     assert document["type"] == kind and word in document["error"]

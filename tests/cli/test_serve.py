@@ -26,6 +26,5 @@ def test_it_says_where_the_engine_is_and_ends_it_with_itself(tmp_path):
 
 @pytest.mark.parametrize("option", [["--tp", "2"], ["--host", "0.0.0.0"]])
 def test_serve_refuses_option_that_embedded_engine_lacks(tmp_path, capsys, option):
-    """The serve command exits with status 2 and names the option before an engine starts."""
     assert main(["serve", "embedded", "--model", str(tmp_path), *option]) == 2
     assert f"embedded cannot be started with {option[0]}" in capsys.readouterr().err

@@ -111,7 +111,6 @@ def test_a_sample_is_one_prompt_continued_several_times(server, client):
 
 
 def test_chats_and_completions_pass_the_router_unchanged(server):
-    """Chats and completions go through the router unchanged, and its refusals raise errors."""
     client, whole = made(server, model_name="policy"), {"choices": [{"finish_reason": "abort"}]}
     for route, call in (
         ("v1/chat/completions", client.chat_completion),
@@ -154,7 +153,6 @@ def test_invalid_input_or_settings_are_refused_before_a_request(server, client, 
 
 
 def test_client_of_a_routing_takes_its_router_and_engines():
-    """A client made of a routing sends requests to its router and controls its engines."""
     engines = [EngineInfo(url=f"http://{name}:1", kind="sglang") for name in "ab"]
     found = RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=engines, api_key="key"), timeout_s=5)
     assert (found.proxy_url, found.server_urls, found.kind) == ("http://r:1", ("http://a:1", "http://b:1"), "sglang")

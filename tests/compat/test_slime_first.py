@@ -45,7 +45,6 @@ def joined(header: dict, rest: bytes) -> bytes:
 
 
 def test_index_file_is_int32_and_matches_the_slime_layout():
-    """A file of indices has int32 positions, values, metadata and checksum as slime's format defines them."""
     data = build_flush(PATCHES, "indices", current_version="7")
     tensors, (header, _) = load(data), header_of(data)
     metadata = header["__metadata__"]
@@ -65,7 +64,6 @@ def test_index_file_is_int32_and_matches_the_slime_layout():
 
 
 def test_delta_positions_take_four_bytes_only_for_large_gaps():
-    """Deltas take two bytes per position, four where a gap needs them, and may lie in one zstd frame."""
     plain, packed = (build_flush(PATCHES, name, current_version="7") for name in ("deltas", "deltas_zstd"))
     assert packed[:4] == b"\x28\xb5\x2f\xfd"
     for data in (plain, zstandard.ZstdDecompressor().decompress(packed)):
@@ -86,7 +84,6 @@ def test_a_file_reads_back_with_nan_and_signed_zero(encoding):
 
 
 def test_flush_buckets_hold_one_dtype_and_a_bounded_size():
-    """A bucket holds patches of one dtype and is flushed before it exceeds the buffer size."""
     other = ParamMeta("h", torch.float16, (100,))
     halves = [patch_of(other, np.arange(10), np.zeros(10, np.uint16))] * 2
     large = patch(A, list(range(1000)), [1.0] * 1000)

@@ -74,7 +74,6 @@ def test_a_source_yields_what_it_declares_and_its_rank_holds():
 
 class TestSeveral:
     def test_each_server_behind_one_client_proves_its_update(self, tmp_path):
-        """Each server rehearses and reports its failure even though the client returns one answer."""
         tensors = weights(1)
         with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
             client = FanOut(one.url, other.url)
@@ -94,7 +93,6 @@ class TestSeveral:
             assert not one.wrongs and not other.wrongs
 
     def test_failure_of_second_server_is_not_hidden_by_first(self, tmp_path):
-        """A second server that lacks the backend or refuses to rehearse raises, though the first is fine."""
         refused = pytest.raises(EngineRefusedError, match=r"Invalid init_info.*--weight-transfer-config")
         with FakeEngine("vllm") as one, FakeEngine("stock-vllm") as other, refused:
             trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)

@@ -28,7 +28,6 @@ def test_an_update_wakes_a_sleeping_engine(request, kind, level, tmp_path):
 
 
 def test_update_after_manual_sleep_wakes_engine_and_sends_all(vllm, tmp_path):
-    """An update wakes an engine put to sleep by hand, and no delta builds on the lost weights."""
     with sending("delta", tmp_path, vllm) as sender:
         for seed in (33, 34):
             model = tiny_model(seed)

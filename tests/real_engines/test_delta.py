@@ -63,7 +63,6 @@ def nudged(model, density, seed):
 
 
 def test_first_version_on_checkpoint_base_is_a_delta(served, tmp_path):
-    """With the engine's checkpoint as base, even the first version is sent as a delta."""
     model = served.model(0)
     with sending("delta", tmp_path, served, settings={"base": served.checkpoint}) as sender:
         for seed in (1, 2):
@@ -78,7 +77,6 @@ def test_first_version_on_checkpoint_base_is_a_delta(served, tmp_path):
     "encoding", ["auto", "ulp", "deltas_zstd", pytest.param("context", marks=pytest.mark.exhaustive)]
 )
 def test_sparse_and_dense_deltas_give_trainer_outputs(served, tmp_path, encoding):
-    """After sparse and dense steps the running engine generates what the trainer's model would."""
     pid, model = served.server.pid, served.model(3)
     with sending("delta", tmp_path / "root", served, settings={"encoding": encoding}) as sender:
         served.assert_serves(model, sender.update_weights(model))
@@ -91,7 +89,6 @@ def test_sparse_and_dense_deltas_give_trainer_outputs(served, tmp_path, encoding
 
 
 def test_delta_on_wrong_base_is_refused_and_next_update_recovers(served, tmp_path):
-    """A delta on another base is refused before the pause; the next update sends a full version."""
     good = served.model(12)
     with sending("delta", tmp_path, served, settings={"encoding": "ulp"}) as sender:
         before = sender.update_weights(good).version

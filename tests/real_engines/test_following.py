@@ -70,7 +70,6 @@ def test_abort_ends_running_requests_and_says_so(served, tmp_path):
 
 
 def test_in_flight_requests_complete_with_version_spans(served, tmp_path):
-    """Requests that run across an update complete and name the weight version of each token."""
     old, new = tiny_model(31), tiny_model(32)
     with sending("collective", tmp_path, served) as sender, ThreadPoolExecutor(4) as pool:
 
@@ -145,7 +144,6 @@ def test_two_workers_refuse_and_go_on(tensor_parallel, tmp_path):
 @pytest.mark.parametrize("transport", ["disk", "collective", "delta", "ipc"])
 @pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
 def test_sglang_and_vllm_engines_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):
-    """Engines of both makes and of different tensor-parallel sizes take the updates of one sender."""
     model, fleet = tiny_model(63), [tensor_parallel, vllm]
     with sending(transport, tmp_path, *fleet) as sender:
         for _ in range(3):
@@ -167,7 +165,6 @@ def test_discovery_tells_the_release_and_what_it_follows(served):
 
 
 def test_doctor_reports_ok_on_a_generating_server(served, checkpoint, tmp_path, capsys):
-    """The doctor command finds only ok rows, and the server generates the same tokens afterwards."""
     before = served.tokens()
 
     def found(*settings):
@@ -185,7 +182,6 @@ def test_doctor_reports_ok_on_a_generating_server(served, checkpoint, tmp_path, 
 
 
 def test_vllm_log_has_tracebacks_only_for_failures(vllm, tmp_path):
-    """The vLLM log has no traceback of good updates, and has the tracebacks of a failed call."""
     log = vllm.server.log_path
     begun = len(log.read_text())
     with sending("delta", tmp_path, vllm) as sender:

@@ -182,7 +182,6 @@ def differences(one, other):
 
 @pytest.mark.parametrize("cell", REFUSING)
 def test_engine_that_cannot_follow_refuses_before_weights_travel(cell, tmp_path, noted):
-    """The update is refused with the reason, and the engine serves its old weights or stays paused."""
     trainer = Trainer(cell)
     with started(cell, tmp_path) as engine:
         note_start(noted, cell, engine)

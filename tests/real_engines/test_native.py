@@ -134,7 +134,6 @@ def broadcasting(served, **settings):
 
 
 def test_stock_engine_matches_the_trainer_after_each_broadcast(stock):
-    """After each of five broadcasts a stock engine generates the trainer's tokens in the same process."""
     (info,) = tx.discover(stock.url)
     assert info.transports == ("disk", "native") and info.stock
     pid = stock.server.pid
@@ -177,7 +176,6 @@ def half_an_update(sender, served, seed):
 
 
 def test_half_loaded_layer_is_whole_after_the_next_update(stock):
-    """The next update, of this trainer or another one, completes a layer that was loaded by half."""
     pid, model = stock.server.pid, tiny_model(33)
     with broadcasting(stock, bucket_bytes=1) as sender:  # every tensor travels alone
         sender.update_weights(tiny_model(31))
@@ -198,7 +196,6 @@ def dies(url):
 
 
 def test_another_trainer_takes_over_from_a_killed_trainer(stock_sglang):
-    """After a trainer is killed during a broadcast, another trainer's update reaches the same server."""
     assert finished(calling(dies, stock_sglang.url)).returncode == -signal.SIGKILL
     model, pid = tiny_model(42), stock_sglang.server.pid
     with broadcasting(stock_sglang) as sender:
@@ -267,7 +264,6 @@ READERS = {"sglang": read_by_sglang, "vllm": read_by_vllm}
 @pytest.mark.parametrize("make", READERS)
 @given(params=PARAMS)
 def test_stock_readers_unpack_every_call_to_the_same_bits(make, params):
-    """The readers of vLLM and of SGLang unpack every call into tensors with the same bits."""
     params = [ParamMeta(f"p{i}", meta.dtype, meta.shape) for i, meta in enumerate(params)]
     sent = {meta.name: any_bits(meta.dtype, *meta.shape, seed=at) for at, meta in enumerate(params)}
     (buckets, calls), found = layout_of(params, make, SIZE), {}

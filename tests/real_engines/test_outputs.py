@@ -38,7 +38,6 @@ def test_tokens_of_any_rank_count_and_no_cache_answers(served, tmp_path):
 
 
 def test_engine_with_other_outputs_is_paused_until_a_good_update(served, tmp_path):
-    """An engine whose outputs differ from those of the probe stays paused until an update that agrees."""
     truth = tiny_model(8)
     probe = Probe(prompts=random_prompts(VOCAB), compute=lambda prompts: score(truth, prompts))
     with sending("disk", tmp_path, served, proving={**BY_OUTPUTS, "probe": probe}) as sender:

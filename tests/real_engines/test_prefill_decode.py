@@ -116,7 +116,6 @@ def counted(url, name):
 
 @pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_prefill_and_decode_pools_serve_each_version(make, job, client, tmp_path, transport):
-    """Both pools serve each new version, and no cached key of the version before."""
     actor = job.model("actor")
     (prefill,) = [info.url for info in actor.engines if info.worker_type == "prefill"]
     (decode,) = [info.url for info in actor.engines if info.worker_type == "decode"]

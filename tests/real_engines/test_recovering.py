@@ -45,7 +45,6 @@ def changed(kind):
     ],
 )
 def test_unfit_parameters_are_refused_before_pause(served, tmp_path, transport, kind, words):
-    """Unknown, missing, misshaped or float64 parameters are refused while the old weights serve."""
     good, last = tiny_model(51), tiny_model(53)
     with sending(transport, tmp_path, served) as sender:
         before = sender.update_weights(good).version
@@ -71,12 +70,10 @@ def assert_recovers_from_a_death(served, transport, root):
 
 @pytest.mark.parametrize("transport", ["collective", "ipc"])
 def test_next_update_recovers_engine_after_trainer_death(served, transport, tmp_path):
-    """After a trainer is killed in an update, the next update makes the paused engine serve."""
     assert_recovers_from_a_death(served, transport, tmp_path)
 
 
 def test_files_damaged_during_pause_leave_engine_paused(served, tmp_path, monkeypatch):
-    """Files damaged during the pause leave the engine paused, as the error says, until the next update."""
     good, folder = tiny_model(71), tmp_path / "damaged"
     engine = tx.make_engine(served.kind, url=served.url)
     update = engine.update

@@ -119,7 +119,6 @@ def test_a_generation_has_the_tokens_of_one_without_a_pause(client, fleet, now, 
 
 
 def test_control_calls_reach_every_server_but_not_the_router(client, routing, behind, fleet):
-    """The router's address is refused for control calls, and the client's calls reach every server."""
     with pytest.raises(ConfigError, match="is a router"):
         tx.make_engine(behind, url=routing.url).pause()
     with pytest.raises(ConfigError, match="is a router"):
@@ -141,7 +140,6 @@ def test_an_engine_that_fell_behind_is_out_until_it_caught_up(routing, client):
 
 @behind_vllm
 def test_frozen_rollouts_go_on_after_update_with_versions(client, fleet, now):
-    """Rollouts that are frozen during an update go on, and each token has its version."""
     sender = tx.WeightSender(tx.make_transport("collective"), client.fleet())
     sender.update_weights(now.model)
     models = iter(tiny_model(seed) for seed in range(82, 200))

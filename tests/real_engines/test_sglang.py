@@ -31,7 +31,6 @@ def assert_untouched(served):
 
 
 def test_in_place_pause_refuses_update_unless_cache_is_kept(serving, tmp_path):
-    """Requests paused in place refuse the update, unless keep_cache accepts the old cache."""
     model, root = tiny_model(57), tmp_path / "updates"
     with ThreadPoolExecutor(1) as pool, sending("disk", root, serving, pause_mode="in_place") as sender:
 

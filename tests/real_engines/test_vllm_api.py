@@ -82,7 +82,6 @@ def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(transport, reques
 
 
 def test_partial_version_of_a_killed_trainer_blocks_resume(vllm, tmp_path):
-    """An engine with a part of a killed trainer's version refuses to resume until the next full update."""
     root, before = {"root": str(tmp_path / "root")}, vllm.version()
     with trainer(tmp_path, vllm.url, "delta", root, (8,), world=1, dies=True) as (killed,):
         assert killed.wait(WAIT_S) == 9

@@ -44,7 +44,6 @@ def composed(*overrides):
 
 
 def test_hydra_scheme_of_each_transport_name_is_built():
-    """Each transport's name in a config builds its scheme, and TorchRL's own default stays."""
     assert composed().weight_sync_scheme._target_ == "torchrl.weight_update.MultiProcessWeightSyncScheme"
     for name in tx.transports():
         scheme = instantiate(composed(f"weight_sync_scheme={name}").weight_sync_scheme)

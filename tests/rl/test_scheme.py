@@ -118,7 +118,6 @@ def test_workers_keep_their_factories_policies_without_one(forked, first):
 
 @pytest.mark.parametrize("transport", sampled(["collective", "delta"], BETWEEN_PROCESSES))
 def test_worker_that_dies_during_a_send_is_named_and_replaceable(forked, transport):
-    """The error names a worker that dies during a send, the other worker is updated, a new one may join."""
     trained, scheme = Mortal(), Scheme(transport, timeout_s=20)
     scheme.init_on_sender(model=trained, num_workers=2)
     with processes(forked, scheme, Mortal, 2) as (pids, pipes):
@@ -363,7 +362,6 @@ def test_policy_with_other_keys_is_refused_and_the_next_lands(transport):
 
 
 def test_duplicate_worker_and_unknown_model_id_are_refused():
-    """A scheme refuses a second worker of one id, a model of another id, and a worker without a trainer."""
     policy, model, scheme = make_policy(), make_policy(1), Scheme("disk")
     with followers(scheme, [model], model=policy):
         second = pickle.loads(pickle.dumps(scheme))
@@ -380,7 +378,6 @@ def test_duplicate_worker_and_unknown_model_id_are_refused():
 
 
 def test_workers_that_do_not_connect_are_named(caplog):
-    """The sender names workers that do not connect in time, and does not wait for those that ended."""
     scheme = Scheme("disk", start_timeout_s=0.3)
     scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=3)
     with pytest.raises(DeadlineError, match=r"3 of 3 workers of model 'actor'.*0, 1, 2"):
