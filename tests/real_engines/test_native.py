@@ -20,14 +20,13 @@ from hypothesis import given
 
 import torchrl_ext as tx
 from tests.data.transports.test_native import PARAMS, SIZE
-from tests.models import tiny_checkpoint, tiny_model
+from tests.models import tiny_model
 from tests.processes import WAIT_S, calling, finished
 from tests.real_engines.conftest import small
 from tests.real_engines.served import (
     FORKING,
     ServedSGLang,
     ServedVLLM,
-    command,
     demo,
     sending,
     serving,
@@ -201,19 +200,6 @@ def test_another_trainer_takes_over_from_a_killed_trainer(stock_sglang):
     with broadcasting(stock_sglang) as sender:
         sender.update_weights(model)
     assert stock_sglang.says(model) and stock_sglang.server.pid == pid
-
-
-def test_doctor_says_how_it_follows_and_push_reaches_it(stock_sglang, tmp_path, capsys):
-    served, native = stock_sglang, ["--transport", "native"]
-    found = command(capsys, "doctor", served.url, *native)["findings"]
-    rows = {row["check"]: row for row in found if row["where"] == served.url}
-    assert rows["plugin"]["level"] == "warning" and "only its outputs show" in rows["plugin"]["found"]
-    found = command(capsys, "doctor", served.url, "--transport", "delta", status=1)["findings"]
-    assert "failure" in {row["level"] for row in found if row["check"] == "plugin"}
-    assert rows["routes"]["level"] == "ok" and "disk, native" in rows["plugin"]["found"]
-    other = tiny_checkpoint(tmp_path / "other", seed=6)
-    told = command(capsys, "push", other, "--engines", served.url, *native)
-    assert told["report"]["proof"] == "sent" and served.says(tiny_model(6))
 
 
 def test_the_demo_takes_its_own_wire(stock_sglang, checkpoint):

@@ -47,15 +47,6 @@ def test_engine_with_other_outputs_is_paused_until_a_good_update(served, tmp_pat
         served.assert_serves(truth, sender.update_weights(truth))
 
 
-@pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_bfloat16_weights_are_followed(bfloat16, tmp_path, transport):
-    with sending(transport, tmp_path, bfloat16) as sender:
-        for seed in (1, 3, 4, 8, 10):
-            model = tiny_model(seed, torch.bfloat16, decided=True)
-            bfloat16.assert_serves(model, sender.update_weights(model))
-            assert bfloat16.says(model)
-
-
 def test_bfloat16_engine_takes_float32_weights_only_with_a_cast(bfloat16, tmp_path):
     model = tiny_model(11, decided=True)
     with sending("disk", tmp_path / "plain", bfloat16) as sender:
