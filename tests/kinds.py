@@ -45,16 +45,6 @@ _DEEPSEEK_V3 = {
     "first_k_dense_replace": 1,
 }
 
-_QWEN3_NEXT = {
-    **_EXPERTS,
-    "shared_expert_intermediate_size": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-
 _GRANITE_HYBRID = {
     **_MAMBA,
     "head_dim": None,
@@ -86,11 +76,9 @@ _GEMMA3 = {
 KINDS = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3-tied": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", {}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True}),
     "mixtral": ("MixtralConfig", {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": ("DeepseekV3Config", _DEEPSEEK_V3),
-    "qwen3-next": ("Qwen3NextConfig", _QWEN3_NEXT),
     "falcon-h1": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_heads": 4}),
     "granite-hybrid": ("GraniteMoeHybridConfig", _GRANITE_HYBRID),
     "mamba2": ("Mamba2Config", _MAMBA2),
