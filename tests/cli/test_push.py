@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.control.servers import running
 from tests.engines.embedded import EmbeddedServer
+from tests.fakes import FakeEngine
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
@@ -142,6 +143,13 @@ def test_what_cannot_work_is_refused_at_once(argv, status, kind, word, start, ca
     assert main(["push", *argv.replace("START", str(start)).split(), "--json"]) == status
     document = json.loads(capsys.readouterr().out)
     assert document["type"] == kind and word in document["error"]
+
+
+def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
+    with FakeEngine("stock-vllm") as vllm, FakeEngine("stock-sglang") as sglang:
+        document = pushed(capsys, start, [sglang, vllm], "--transport", "native", "--timeout-s", "5", status=2)
+        assert document["type"] == "ConfigError" and "sglang and vllm share no broadcast" in document["error"]
+        assert not any("init_weight" in route for route in (*vllm.counts, *sglang.counts))
 
 
 def test_engines_that_cannot_follow_are_refused(start, capsys):

@@ -110,6 +110,12 @@ def test_a_sample_is_one_prompt_continued_several_times(server, client):
     assert sent_body["sampling_params"]["stop"] == ["x"] and sent_body["sampling_params"]["stop_token_ids"] == [5]
 
 
+def test_generated_tokens_come_with_their_text(server, client):
+    server.answers |= {GENERATE: answer, "POST /detokenize": (200, {"prompt": "a"})}
+    found = client.run(client.generate({"prompt_token_ids": [[1], [2]]}))
+    assert (found["response_ids"], found["responses"]) == ([[0, 1]] * 2, ["a"] * 2)
+
+
 def test_chats_and_completions_pass_the_router_unchanged(server):
     client, whole = made(server, model_name="policy"), {"choices": [{"finish_reason": "abort"}]}
     for route, call in (
