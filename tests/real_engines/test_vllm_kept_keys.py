@@ -5,9 +5,10 @@ import os
 
 import pytest
 
+import torchrl_ext as tx
 from tests.models import greedy, tiny_model
 from tests.processes import ROOT
-from tests.real_engines.served import FORKING, LONG, ServedVLLM, kept_keys, sending, serving
+from tests.real_engines.served import FORKING, LONG, ServedVLLM, by_route, kept_keys, sending, serving
 
 pytestmark = pytest.mark.engine
 
