@@ -10,8 +10,8 @@ GROUPS = {
     # in which something has to come within two seconds, so that none of them runs beside another one
     "short deadlines": {
         *(f"data/transports/test_{name}.py" for name in ("collective", "delta_broadcast", "ipc", "native")),
-        *(f"control/test_{name}.py" for name in ("discovery", "http", "logprobs", "router", "sglang_client")),
-        "control/test_vllm_client.py", "rl/test_links.py", "sync/test_rlvllm.py",
+        *(f"control/test_{name}.py" for name in ("clients", "discovery", "http", "router")),
+        "rl/test_links.py", "sync/test_rlvllm.py",
     },
     # which start a cluster of Ray, of which a machine has one at a time
     "Ray": {"rl/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"},

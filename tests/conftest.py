@@ -34,9 +34,6 @@ def pytest_addoption(parser):
     group.addoption(
         "--kind-results", help="file that gets a line per kind of model, for tests.real_engines.compatibility"
     )
-    group.addoption(
-        "--kit-results", help="file that gets a line per case of the kit, for tests.real_engines.compatibility"
-    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads it

@@ -19,31 +19,14 @@ import sys
 import types
 
 MODULES = (
-    "httpx",
-    "hypothesis",
-    "pytest",
-    "tensordict",
-    "torchrl.collectors.llm",
-    "torchrl_ext.cli.commands.demo",
-    "torchrl_ext.cli.training",
-    "torchrl_ext.data.deltas.codec_loops",
-    "torchrl_ext.data.deltas.streams",
-    "torchrl_ext.data.deltas.codec_loops",
-    "torchrl_ext.engines.embedded.engine",
-    "torchrl_ext.engines.embedded.server",
-    "torchrl_ext.data.deltas.loops",
-    "torchrl_ext.control.requests.client",
-    "torchrl_ext.sync.local.inprocess",
-    "torchrl_ext.sync.sender",
-    "torchrl_ext.testing",
-    "torchrl_ext.data.transports.collective",
-    "torchrl_ext.data.transports.delta",
-    "torchrl_ext.data.transports.disk",
-    "torchrl_ext.data.transports.ipc",
-    "torchrl_ext.data.weights.checkpoint",
-    "transformers.models.qwen3.modeling_qwen3",
-    "uvicorn",
-)
+    "httpx", "hypothesis", "pytest", "tensordict", "torchrl.collectors.llm", "torchrl_ext.cli.commands.demo",
+    "torchrl_ext.cli.training", "torchrl_ext.data.deltas.codec_loops", "torchrl_ext.data.deltas.streams",
+    "torchrl_ext.engines.embedded.engine", "torchrl_ext.engines.embedded.server", "torchrl_ext.data.deltas.loops",
+    "torchrl_ext.control.requests.client", "torchrl_ext.sync.local.inprocess", "torchrl_ext.sync.sender",
+    "torchrl_ext.testing", "torchrl_ext.data.transports.collective", "torchrl_ext.data.transports.delta",
+    "torchrl_ext.data.transports.disk", "torchrl_ext.data.transports.ipc", "torchrl_ext.data.weights.checkpoint",
+    "transformers.models.qwen3.modeling_qwen3", "uvicorn",
+)  # fmt: skip
 _REQUEST_BYTES = 1 << 17
 
 

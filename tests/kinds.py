@@ -11,8 +11,6 @@ from tests.models import SIZES, tiny_tokenizer
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MAMBA = {"mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64}
-_MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
-_VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
 
 # Latent attention of 512 + 64, the size that vLLM's decode on the CPU knows; the first layer has no experts. Positions
 # are stretched (YaRN) as in the real model: vLLM on the CPU rotates latent attention wrongly without.
@@ -47,16 +45,6 @@ _DEEPSEEK_V3 = {
     "first_k_dense_replace": 1,
 }
 
-_QWEN3_NEXT = {
-    **_EXPERTS,
-    "shared_expert_intermediate_size": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-
 _GRANITE_HYBRID = {
     **_MAMBA,
     "head_dim": None,
@@ -88,24 +76,15 @@ _GEMMA3 = {
 KINDS = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3-tied": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", {}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True}),
     "mixtral": ("MixtralConfig", {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": ("DeepseekV3Config", _DEEPSEEK_V3),
-    "qwen3-next": ("Qwen3NextConfig", _QWEN3_NEXT),
     "falcon-h1": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_heads": 4}),
     "granite-hybrid": ("GraniteMoeHybridConfig", _GRANITE_HYBRID),
     "mamba2": ("Mamba2Config", _MAMBA2),
     "gemma3": ("Gemma3TextConfig", _GEMMA3),
-    "qwen2.5-vl": ("Qwen2_5_VLConfig", {"head_dim": None, "rope_parameters": _MROPE}),
-    "qwen3-vl": ("Qwen3VLConfig", {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}),
 }
 """Name of a kind -> its config's class, and how it differs from `tests.models.SIZES`; None leaves a field out."""
-_SEEING = {
-    "qwen2.5-vl": {"fullatt_block_indexes": [1]},
-    "qwen3-vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-}
-_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
 
 
 def kind_config(kind):
@@ -113,10 +92,7 @@ def kind_config(kind):
     name, changes = KINDS[kind]
     make = getattr(transformers, name)
     sizes = {field: size for field, size in (SIZES | changes).items() if size is not None}
-    if kind not in _SEEING:
-        return make(**sizes)
-    vision = _VISION | _SEEING[kind]
-    return make(text_config=sizes, vision_config=vision, tie_word_embeddings=False, **_TOKENS)
+    return make(**sizes)
 
 
 _STATE_SPACE = ("A_log", "dt_bias", "D")  # decays and steps: their own starts are in range
@@ -125,12 +101,10 @@ _STATE_SPACE = ("A_log", "dt_bias", "D")  # decays and steps: their own starts a
 def kind_model(kind, seed=0, dtype=torch.float32):
     """A random model of a kind, with every weight, norm and bias random; two seeds give other greedy outputs."""
     config = kind_config(kind)
-    seeing = hasattr(config, "vision_config")
-    auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
     embedding = 0.08 if "gemma" in config.model_type else 0.5  # Gemma multiplies what it looks up in its head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(_STATE_SPACE):

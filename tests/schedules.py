@@ -37,15 +37,9 @@ from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import free_port
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 128,
-}
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "num_hidden_layers": 1, "max_position_embeddings": 128,
+}  # fmt: skip
 CLOSE = 1e-4  # nats, in float32; two versions are further than 1e-2 apart
 ENDS_S = 150  # of a whole schedule; a wait inside it ends far earlier
 FLEET_S, LOADS = 60, 2
@@ -327,14 +321,19 @@ class Schedule:
 
     def _add(self, event):
         life = self._start()
-        self._join(life.url)
+        with self._changing:
+            self._fleet_urls.append(life.url)
+        self.fleet.add(life.url)
         return life
 
     def _remove(self, event):
         life = self._picked(event, self._members())
         if life is None or len(self._fleet_urls) < 2:
             return None
-        self._leave(life.url)
+        with self._changing:
+            self._fleet_urls.remove(life.url)
+        self.fleet.remove(life.url)
+        self._note(f"  {life.url} leaves")
         if event["dies"]:
             self._end(life)
         return life
@@ -374,18 +373,6 @@ class Schedule:
                 self._fault(f"at the end {life.url} has {look}, and the trainer {self.sender.version}")
 
     # the fleet
-
-    def _join(self, url):
-        with self._changing:
-            self._fleet_urls.append(url)
-        self.fleet.add(url)
-        self._note(f"  {url} joins")
-
-    def _leave(self, url):
-        with self._changing:
-            self._fleet_urls.remove(url)
-        self.fleet.remove(url)
-        self._note(f"  {url} leaves")
 
     def _start(self, url=None):
         port = free_port() if url is None else int(url.rpartition(":")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -12,7 +13,7 @@ from safetensors.torch import save
 
 from tests.data.deltas.data import diff
 from tests.data.transports.chains import weights
-from tests.data.versions.damage import published, signed
+from tests.data.versions.test_damage import published, signed
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.base.types import ParamMeta, dtype_from_name
@@ -128,44 +129,30 @@ def lands(patches):
     return True
 
 
-@pytest.mark.parametrize("encoding", ["indices", "deltas_zstd"])
-def test_flush_file_for_an_oversized_tensor_takes_no_memory(encoding):
-    """A flush file for a tensor too large for any memory raises an error and takes no memory."""
-    data = build_flush([diff(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])], encoding, current_version="7")
-    for shape in ((2**31,), (2**40,), (2**31 - 1, 2), (1 << 28,)):
+def test_sizes_beyond_any_memory_are_refused_unread():
+    """Of a tensor, of a compressed stream with or without its length, and of a header."""
+    change = diff(METAS["a.weight"], OLD["a.weight"], NEW["a.weight"])
+    for encoding, shape in itertools.product(("indices", "deltas_zstd"), ((2**31,), (2**31 - 1, 2), (1 << 28,))):
+        data = build_flush([change], encoding, current_version="7")
         table = ParamTable.of([ParamMeta("a.weight", torch.bfloat16, shape)])
         for payload in (data, zstandard.compress(bytes(1 << 24)), zstandard.compress(data)):
             with pytest.raises(WeightSyncError, match="the file"):
                 parse_flush(payload, "the file", table)
-
-
-def test_bombs_are_not_unpacked():
-    stream = zstandard.ZstdCompressor(level=1).compressobj()
-    chunk, silent = bytes(1 << 24), b""
-    for _ in range(128):  # 2 GiB
-        silent += stream.compress(chunk)
-    silent += stream.flush()
-    declared = zstandard.ZstdCompressor(level=1).compressobj(size=128 << 24)
-    loud = b"".join(declared.compress(chunk) for _ in range(128)) + declared.flush()
-    for bomb in (silent, loud):
+    chunk = bytes(1 << 24)
+    for settings in ({}, {"size": 128 << 24}):  # 2 GiB
+        stream = zstandard.ZstdCompressor(level=1).compressobj(**settings)
+        bomb = b"".join(stream.compress(chunk) for _ in range(128)) + stream.flush()
         assert refused_or_right(parse_flush, bomb, "f", ParamTable.of(METAS.values()), right=lambda found: False)
-
-
-def test_a_small_file_with_a_large_header_is_not_parsed(chance):
-    large = ParamTable.of([ParamMeta("a.weight", torch.bfloat16, (1 << 28,))])  # so that much may be unpacked
-    for text in (
-        b'{"a":[' + b"[]," * (12 << 20) + b"[]]}",
-        json.dumps({"__metadata__": {"params": "[]," * (12 << 20)}}),
-    ):
-        bomb = zstandard.compress(with_header(text if isinstance(text, bytes) else text.encode(), b""))
-        assert len(bomb) < 20_000
+    params = json.dumps({"__metadata__": {"params": "[]," * (12 << 20)}}).encode()
+    for text in (b'{"a":[' + b"[]," * (12 << 20) + b"[]]}", params):
+        bomb = zstandard.compress(with_header(text, b""))
         with pytest.raises(WeightSyncError, match="header"):
-            parse_flush(bomb, "f", large)
+            parse_flush(bomb, "f", table)  # of a tensor for which so much may be unpacked
 
 
 @pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
 def test_files_and_manifests_of_deltas_in_other_layouts(encoding, chance):
-    """Blocks and their manifests: `tests.data.versions.damage`."""
+    """Blocks and their manifests: `tests.data.versions.test_damage`."""
     own, refused, number = published(encoding, OLD, NEW), 0, 700
     document = json.loads(own.text)
     del document["content"]

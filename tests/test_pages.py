@@ -123,7 +123,6 @@ def test_modules_and_files_that_pages_name_are_there():
 
 
 def test_architecture_page_names_existing_functions_for_each_hop():
-    """Each hop of a weight on the architecture page is a function or class in the file that it names."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     hops = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", page)
     assert len(hops) > 15 and len(re.findall(r"^\| \d+ \| [a-z]", page, re.MULTILINE)) == 16
@@ -139,16 +138,18 @@ def test_every_picture_is_what_the_script_draws():
         assert (script["IMAGES"] / f"{name}.svg").read_text() == drawn(), f"{name}.svg: run draw.py"
 
 
-def test_readme_has_a_row_for_every_transport():
+def test_tables_have_a_row_for_everything_that_there_is():
+    """README's transports, the flags of slime and vime with a help text each, error classes, names of the package."""
     table = (ROOT / "README.md").read_text().partition("\n| transport |")[2].partition("\n\n")[0]
     ours = {name for name in transports.names() if transports.load(name).__module__.startswith("torchrl_ext.")}
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == ours
-
-
-def test_every_migration_flag_has_a_help_text():
-    """The migration page lists the flags of slime and vime, and each flag has a help text."""
     assert "```{config-fields} flags\n" in (ROOT / "docs" / "migrate.md").read_text()
     assert all(option.metadata["help"] for option in dataclasses.fields(WeightUpdateConfig))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE) == [
+        kind.__name__ for kind in kinds if issubclass(kind, errors.WeightSyncError)
+    ]
+    assert set(re.findall(r"`tx\.(\w+)`", (ROOT / "docs" / "api.md").read_text())) == {*tx.__all__} - {"__version__"}
 
 
 def test_cli_page_has_each_command_and_examples_that_parse():
@@ -161,15 +162,6 @@ def test_cli_page_has_each_command_and_examples_that_parse():
         if hasattr(command, "commands"):
             command, *words = command.commands[words[0]], *words[1:]
         command.make_context(name, words)
-
-
-def test_the_page_of_troubleshooting_has_every_error_class():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
-        name
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, errors.WeightSyncError)
-    ]
 
 
 def test_troubleshooting_page_quotes_only_messages_of_the_source():
@@ -189,11 +181,6 @@ def test_troubleshooting_page_quotes_only_messages_of_the_source():
         text for text in quoted if not any(map(re.compile(re.escape(text).replace(r"\.\.\.", ".*")).search, messages))
     ]
     assert not gone
-
-
-def test_the_page_of_the_api_has_every_name_of_the_package():
-    page = (ROOT / "docs" / "api.md").read_text()
-    assert set(re.findall(r"`tx\.(\w+)`", page)) == {*tx.__all__} - {"__version__"}
 
 
 def test_every_link_of_readme_leads_to_a_heading_or_a_file():

@@ -16,7 +16,6 @@ from tests.processes import ROOT, WAIT_S
 
 
 def test_oldest_promised_python_agrees_with_the_settings():
-    """The oldest Python that is promised is that of the linter, of mypy and of a wheel's first trial."""
     assert 'python_requires=">=3.10"' in (ROOT / "setup.py").read_text()
     settings = (ROOT / "pyproject.toml").read_text()
     assert re.search(r'^target-version = "py310"$', settings, re.MULTILINE)

@@ -20,7 +20,6 @@ SEES = rf"{ABSENT}.*this process sees \d+ devices of type 'cuda'"
 
 @pytest.mark.parametrize(("device", "words"), [(ABSENT, SEES), ("abacus", "'abacus' is not a device")])
 def test_absent_or_invalid_device_is_refused_first(tmp_path, device, words):
-    """A device that this process does not have is refused before anything is opened."""
     model = tiny_checkpoint(tmp_path / "model")
     for ask in (
         lambda: tx.VLLMCollectiveTransport("127.0.0.1", 29500, 0, 2, device=device),

@@ -113,14 +113,11 @@ def test_words_of_a_transport_meet_no_field_of_an_envelope():
 @pytest.mark.parametrize(
     ("message", "change", "words"),
     [
-        (LOAD, {"version": True}, r"a 'load' message .*Expected `int`, got `bool` - at `\$.version`"),
         (LOAD, {"version": 10**400}, r"Expected `int` <= 4611686018427387903 - at `\$.version`"),
         (LOAD, {"more": 1}, "a 'load' message is malformed: Object contains unknown field `more`"),
         (LOAD, {"kind": "pigeon"}, "no message of kind 'pigeon'.*one of .*join.*load"),
         (LOAD, {"kind": "connected"}, "no message of kind"),
         (JOIN, {"params": [["w", "float9", [1]]]}, r"'float9' is not a dtype.* at `\$.params\[0\]\[1\]`"),
-        (JOIN, {"params": [["w", "float32", [-1]]]}, r"Expected `int` >= 0 - at `\$.params\[0\]\[2\]\[0\]`"),
-        (JOIN, {"compares": 1}, r"Expected `bool`, got `int` - at `\$.compares`"),
         (REHEARSE, {"how": "once\n"}, r"once\|never\|always.* at `\$.how`"),
         (PREFETCH, {"part": {"base": 6, "names": []}}, r"length >= 1 - at `\$.part.names`"),
     ],
@@ -240,15 +237,12 @@ def test_an_error_of_a_worker_keeps_its_parts_and_its_code(error, kind, text):
     assert raised.value.code == getattr(error, "code", "")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", '"\\ud800"', "{}", b"", None, 3, {}])
-def test_what_is_no_message_is_answered_with_an_error(text):
-    assert answered(lambda message: 1 / 0, text)["error"]["what"]
-
-
-@pytest.mark.parametrize("rows", [None, "junk", [None], [{}, 3], [{"error": 3}], [{"error": {"kind": []}}]])
-def test_what_is_no_answer_of_a_worker_is_refused(rows):
-    with pytest.raises(EngineRefusedError):
-        answers_of(rows, "engine")
+def test_what_is_no_message_or_no_answer_is_an_error():
+    for text in ("", "{", "[" * 100_000, "null", '"\\ud800"', "{}", b"", None, 3, {}):
+        assert answered(lambda message: 1 / 0, text)["error"]["what"]
+    for rows in (None, "junk", [None], [{}, 3], [{"error": 3}], [{"error": {"kind": []}}]):
+        with pytest.raises(EngineRefusedError):
+            answers_of(rows, "engine")
 
 
 class Lazy(types.ModuleType):
@@ -259,7 +253,6 @@ class Lazy(types.ModuleType):
 
 
 def test_messages_are_pickled_without_a_search_of_modules(monkeypatch):
-    """Messages are pickled by their content, and pickle looks up no name in any module."""
     monkeypatch.setattr(sys, "modules", {"lazy_module": Lazy("lazy_module"), **sys.modules})
     for message in (Start(connection="a"), Load(version=1, handoff={"path": "/a"}), Inspect()):
         assert pickle.loads(pickle.dumps(message)) == message

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import torchrl_ext as tx
 from tests.bench.data import say
-from tests.models import VOCAB, tiny_tokenizer
+from tests.models import SIZES, VOCAB, tiny_tokenizer
 from torchrl_ext.base.registry import engines
 from torchrl_ext.cli.bench import seconds
 from torchrl_ext.cli.environments import settings_for
@@ -78,26 +78,10 @@ def checkpoint(folder: Path, layers: int) -> dict[str, Tensor]:
     """Write a checkpoint that every engine loads, and return its tensors."""
     random = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=random).mul_(0.1).bfloat16() for name, shape in shapes(layers)}
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        moe_intermediate_size=WIDTH,
-        num_hidden_layers=layers,
-        num_experts=EXPERTS,
-        num_experts_per_tok=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=WIDTH,
-        max_position_embeddings=512,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype="bfloat16",
-    )
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"), WIDTH)
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1}
+    routing = {"num_experts": EXPERTS, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**SIZES | sizes | heads | routing, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -108,7 +108,6 @@ def test_an_interrupt_leaves_no_process_behind(moment, number):
 
 @pytest.mark.parametrize("moment", ["loading the trainer", pytest.param("step 3", marks=pytest.mark.exhaustive)])
 def test_interrupted_demo_leaves_running_engines_unpaused(server, moment):
-    """Ctrl-C in the demo leaves engines that ran before alive and not paused."""
     with demo_until(moment, "--engines", server.url) as (process, out):
         interrupted(process, out)
     assert server.alive()

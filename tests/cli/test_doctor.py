@@ -40,10 +40,7 @@ def engine(checkpoint):
 def examined(capsys, *argv, status=None):
     found = main(["doctor", *map(str, argv), "--json"])
     document = json.loads(capsys.readouterr().out)
-    assert (
-        document["ok"] == ("failure" not in {row["level"] for row in document["findings"]})
-        and found == 1 - document["ok"]
-    )
+    assert document["ok"] == ("failure" not in {row["level"] for row in document["findings"]}) == (not found)
     assert status in (None, found), document
     return document
 
@@ -151,10 +148,11 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(capsys):
     ids=["vllm", "sglang"],
 )
 def test_doctor_shows_transports_of_an_engine_without_the_plugin(info, follows, missing, capsys):
-    """The doctor lists the transports of an engine without our plugin, and the routes that it lacks."""
     with running(get_server_info=(200, info)) as server:
         server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
         found = examined(capsys, server.url, "--transport", follows.rpartition(", ")[2], status=1)
+        job = finding(examined(capsys, server.url, "--update-weight-mode", "full", status=1), "options")["found"]
+    assert ("transport 'native'" if "native" in follows else "no broadcast of its own") in job
     plugin = finding(found, "plugin", "warning")
     assert plugin["found"].startswith(f"runs without our plugin: follows by {follows}, and only its outputs show")
     assert "a part of a version" in plugin["expected"]
@@ -185,29 +183,10 @@ def test_doctor_fails_in_time_for_a_silent_or_absent_server(capsys):
     assert finding(examined(capsys, f"127.0.0.1:{free}", status=1), "reachable")["level"] == "failure"
 
 
-@pytest.mark.parametrize(  # the lines of the guides' checklist
-    ("flags", "words"),
-    [
-        (["--vllm-config", "x.yaml", "--rollout-external-engine-addrs", "a:1"], "exclude each other"),
-        (["--update-weight-mode", "delta", "--colocate"], "colocated"),
-    ],
-)
-def test_options_that_cannot_work_together_are_a_failure(flags, words, capsys):
-    row = finding(examined(capsys, *flags, "--timeout-s", "0.5", status=1), "options")
-    assert row["level"] == "failure" and words in row["found"]
-
-
-def test_job_options_pick_the_transport_of_plain_engines(capsys):
-    """The job's options select the native transport of engines without our plugin, or fail without one."""
-    full = ("--update-weight-mode", "full")
-    with running(get_server_info=(200, SGLANG)) as server:
-        server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
-        document = examined(capsys, server.url, *full, status=1)  # this server answers no OPTIONS
-        assert "transport 'native'" in finding(document, "options")["found"]
-        assert finding(document, "plugin")["level"] == "warning"
-        with running(get_server_info=(200, {"vllm_config": BARE})) as other:
-            document = examined(capsys, server.url, other.url, *full, status=1)
-        assert "no broadcast of its own" in finding(document, "options", "failure")["found"]
+def test_options_that_cannot_work_together_are_a_failure(capsys):
+    """As the guides' checklist says; `tests.compat.test_flags` has the others."""
+    flags = ("--vllm-config", "x.yaml", "--rollout-external-engine-addrs", "a:1", "--timeout-s", "0.5")
+    assert "exclude each other" in finding(examined(capsys, *flags, status=1), "options", "failure")["found"]
 
 
 def test_a_person_gets_lines_that_are_never_cut(engine, tmp_path, capsys):

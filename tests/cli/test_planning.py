@@ -48,7 +48,6 @@ def test_each_goal_of_the_guides_gets_a_working_entry_point(row, facts, chosen, 
 
 
 def test_goals_name_options_that_exist():
-    """The table has the eight goals of the guides and one more, with options that exist."""
     points = [goal.entry_point for goal in GOALS.values()]
     assert len(points) == 9 and sum("update_weight_mode" in point for point in points) == 5
     names = {word.partition("=")[0] for point in points for word in point.split() if "_" in word} - {"update_weights:"}

@@ -74,27 +74,15 @@ def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start
     extra = ["--base", start] if transport == "delta" else []
     before = pushed(capsys, start, engines)["report"]["version"]
     document = pushed(capsys, other, engines, "--transport", transport, *extra)
-    assert (
-        document["pushed"]
-        and document["report"]["version"] == before + 1
-        and document["report"]["verified"]
-        and document["report"]["transport"] == transport
-    )
-    assert [row["state"] for row in document["report"]["engines"]] == ["serving", "serving"]
+    report = document["report"]
+    assert document["pushed"] and report["version"] == before + 1 and report["verified"]
+    assert report["transport"] == transport and [row["state"] for row in report["engines"]] == ["serving"] * 2
     for engine in engines:
         assert holds(engine, other)
     assert says(engines[0], 8) == greedy(tiny_model(1), PROMPT, 8)
 
 
-def test_a_person_gets_a_row_per_engine(engines, start, capsys):
-    assert main(["push", str(start), "--engines", *(engine.url for engine in engines)]) == 0
-    out, err = capsys.readouterr()
-    assert all(engine.url in out for engine in engines) and "serving" in out and "proved: in place" in out
-    assert "2 engine(s) by disk" in err
-
-
 def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_path, capsys):
-    """A delta carries only what changed against the weights that the engines run."""
     step, second = tmp_path / "step", tmp_path / "second"
     for source, target in ((start, step), (step, second)):
         shutil.copytree(source, target)
@@ -109,7 +97,6 @@ def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_pa
 
 
 def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, other, tmp_path, capsys):
-    """Another model, or a delta against another base, is refused, and the engine serves its weights on."""
     strange, before = tiny_checkpoint(tmp_path / "strange", hidden_size=64), says(fresh)
     document = pushed(capsys, strange, [fresh], status=3)
     assert document["type"] == "UpdateError" and "lm_head.weight" in document["error"] and not document["pushed"]
@@ -121,9 +108,12 @@ def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, othe
     assert pushed(capsys, start, [fresh])["pushed"]
 
 
-def test_a_cast_on_the_way(start, tmp_path, capsys):
+def test_a_cast_on_the_way_and_a_row_per_engine(start, capsys):
     with EmbeddedServer(start, threads=1, dtype="bfloat16") as server:
-        assert pushed(capsys, start, [server], "--dtype", "bfloat16")["pushed"]
+        assert main(["push", str(start), "--engines", server.url, "--dtype", "bfloat16"]) == 0
+        out, err = capsys.readouterr()
+        assert server.url in out and "serving" in out and "proved: in place" in out
+        assert "1 engine(s) by disk" in err
         digests = HTTPSession(server.url).get("/weights_digest")["digests"]
     weights = load_file(start / "model.safetensors")
     assert digests["model.norm.weight"] == position_digest(weights["model.norm.weight"].to(torch.bfloat16)).hex()
@@ -138,14 +128,6 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
         assert list(tmp_path.iterdir()) == []
 
 
-def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
-    """vLLM and SGLang together are refused before an engine joins a broadcast group."""
-    with FakeEngine("stock-vllm") as vllm, FakeEngine("stock-sglang") as sglang:
-        document = pushed(capsys, start, [sglang, vllm], "--transport", "native", "--timeout-s", "5", status=2)
-        assert document["type"] == "ConfigError" and "sglang and vllm share no broadcast" in document["error"]
-        assert not any("init_weight" in route for route in (*vllm.counts, *sglang.counts))
-
-
 @pytest.mark.parametrize(
     ("argv", "status", "kind", "word"),
     [
@@ -158,10 +140,16 @@ def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
     ],
 )
 def test_what_cannot_work_is_refused_at_once(argv, status, kind, word, start, capsys):
-    """Wrong settings are a ConfigError that names the option, before files or engines are opened."""
     assert main(["push", *argv.replace("START", str(start)).split(), "--json"]) == status
     document = json.loads(capsys.readouterr().out)
     assert document["type"] == kind and word in document["error"]
+
+
+def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
+    with FakeEngine("stock-vllm") as vllm, FakeEngine("stock-sglang") as sglang:
+        document = pushed(capsys, start, [sglang, vllm], "--transport", "native", "--timeout-s", "5", status=2)
+        assert document["type"] == "ConfigError" and "sglang and vllm share no broadcast" in document["error"]
+        assert not any("init_weight" in route for route in (*vllm.counts, *sglang.counts))
 
 
 def test_engines_that_cannot_follow_are_refused(start, capsys):

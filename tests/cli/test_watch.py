@@ -26,7 +26,6 @@ def said(found):
 
 
 def test_watch_follows_a_trainer_and_an_engine_that_sleeps(engine, tmp_path):
-    """Watch shows a trainer's versions and the states of engines: asleep, paused or unreachable."""
     absent, root = f"127.0.0.1:{free_port()}", str(tmp_path / "root")
     targets = [engine.url, absent, root]
     found = look(targets)

@@ -22,7 +22,6 @@ FILES_ALONE = EngineInfo(url="http://f:1", kind="sglang", transports=("disk",))
 
 
 def test_full_update_uses_native_broadcast_without_plugin():
-    """With an engine that lacks the plugin, a full update uses the engine's native broadcast."""
     config = WeightUpdateConfig()
     assert isinstance(config.make_transport([PLUGGED]), tx.VLLMCollectiveTransport)
     for engines in ([STOCK_SGLANG], [PLUGGED, STOCK_SGLANG]):
@@ -33,7 +32,6 @@ def test_full_update_uses_native_broadcast_without_plugin():
 
 
 def test_engines_without_common_broadcast_are_refused():
-    """The error names the engines and both remedies: the plugin and the disk transport."""
     for engines, named in (
         ([PLUGGED, FILES_ALONE], "http://f:1 has no broadcast of its own"),
         ([STOCK_SGLANG, STOCK_VLLM], "engines of sglang and vllm share none"),
@@ -92,20 +90,7 @@ def test_options_are_settings_of_a_transport_under_other_names(options, name, se
     assert (chosen.name, chosen.settings) == (name, settings)
 
 
-def test_make_transport_takes_each_encoding_and_extra_settings(tmp_path):
-    """A delta transport is made with each encoding and a timeout, and an unknown setting is refused."""
-    options = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
-    for encoding in tx.DeltaTransport.encodings():
-        config = WeightUpdateConfig(update_weight_mode="delta", update_weight_encoding=encoding, **options)
-        transport = config.make_transport(timeout_s=3.0)
-        assert isinstance(transport, tx.DeltaTransport)
-        assert (transport.root, transport.timeout_s) == (str(tmp_path), 3.0)
-        with pytest.raises(ConfigError, match="does not take these settings"):
-            config.make_transport(colour="red")
-
-
 def test_two_option_names_with_different_values_are_refused():
-    """An option with two names takes either name, or both names with the same value."""
     own, other = "vllm_router_port", "sglang_router_port"
     for given in ({own: 2}, {other: 2}, {own: 2, other: 2}):
         assert WeightUpdateConfig(vllm_router_ip="h", **given).vllm_router_port == 2
@@ -161,7 +146,6 @@ TWO = f"vllm: [{{name: a, model_path: /nowhere, {GROUP}}}, {{name: b, model_path
     ],
 )
 def test_unreachable_or_unstartable_engines_are_refused(tmp_path, yaml, options, reason):
-    """make_serving names the reason when engines cannot be reached or started."""
     if yaml:
         (tmp_path / "engines.yaml").write_text(yaml)
         options |= {"vllm_config": str(tmp_path / "engines.yaml")}

@@ -1,14 +1,12 @@
 """SkyRL's client, held against servers that write down what they are asked."""
 
 import pickle
-import threading
 from types import SimpleNamespace
 
 import pytest
 
 from tests.control.servers import running
 from tests.models import tiny_tokenizer
-from tests.processes import WAIT_S
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.compat.skyrl import PauseMode, RemoteInferenceClient
@@ -112,8 +110,13 @@ def test_a_sample_is_one_prompt_continued_several_times(server, client):
     assert sent_body["sampling_params"]["stop"] == ["x"] and sent_body["sampling_params"]["stop_token_ids"] == [5]
 
 
+def test_generated_tokens_come_with_their_text(server, client):
+    server.answers |= {GENERATE: answer, "POST /detokenize": (200, {"prompt": "a"})}
+    found = client.run(client.generate({"prompt_token_ids": [[1], [2]]}))
+    assert (found["response_ids"], found["responses"]) == ([[0, 1]] * 2, ["a"] * 2)
+
+
 def test_chats_and_completions_pass_the_router_unchanged(server):
-    """Chats and completions go through the router unchanged, and its refusals raise errors."""
     client, whole = made(server, model_name="policy"), {"choices": [{"finish_reason": "abort"}]}
     for route, call in (
         ("v1/chat/completions", client.chat_completion),
@@ -130,7 +133,7 @@ def test_chats_and_completions_pass_the_router_unchanged(server):
     client.close()
 
 
-def test_invalid_input_or_settings_are_refused_before_a_request(server, client):
+def test_invalid_input_or_settings_are_refused_before_a_request(server, client, monkeypatch):
     for bad, words in (
         ({"prompts": ["text"]}, "no prompt_token_ids"),
         ({"prompt_token_ids": [[]]}, "prompt 0 has no token"),
@@ -147,11 +150,15 @@ def test_invalid_input_or_settings_are_refused_before_a_request(server, client):
     ):
         with pytest.raises(ConfigError, match=words):
             RemoteInferenceClient(**{"proxy_url": "host:1", "server_urls": ["a:1", "b:1"], **settings})
+    monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "many")
+    with pytest.raises(ConfigError, match="SKYRL_GENERATE_CONCURRENCY_PER_ENGINE in the environment is 'many'"):
+        made(server)
+    monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "2")
+    assert made(server)._requests._limit == 2
     assert not server.calls
 
 
 def test_client_of_a_routing_takes_its_router_and_engines():
-    """A client made of a routing sends requests to its router and controls its engines."""
     engines = [EngineInfo(url=f"http://{name}:1", kind="sglang") for name in "ab"]
     found = RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=engines, api_key="key"), timeout_s=5)
     assert (found.proxy_url, found.server_urls, found.kind) == ("http://r:1", ("http://a:1", "http://b:1"), "sglang")
@@ -166,29 +173,4 @@ def test_own_tokenizer_replaces_the_engines_tokenize_routes(server):
     ids = tokenizer("the trainer", add_special_tokens=False)["input_ids"]
     assert client.run(client.tokenize(["the trainer"], add_special_tokens=False)) == [ids]
     assert client.run(client.detokenize([ids])) == ["the trainer"] and not server.calls
-    client.close()
-
-
-def test_the_limit_of_the_environment_counts_where_none_is_given(server, monkeypatch):
-    arrived, leave = threading.Semaphore(0), threading.Event()
-
-    def slow(asked):
-        arrived.release()
-        leave.wait(WAIT_S)
-        return answer(asked)
-
-    server.answers[GENERATE] = slow
-    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
-    monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "many")
-    with pytest.raises(ConfigError, match="SKYRL_GENERATE_CONCURRENCY_PER_ENGINE in the environment is 'many'"):
-        made(server)
-    monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "2")
-    client = made(server)
-    thread = threading.Thread(target=lambda: client.run(client.generate({"prompt_token_ids": [[1]] * 5})), daemon=True)
-    thread.start()
-    assert arrived.acquire(timeout=WAIT_S) and arrived.acquire(timeout=WAIT_S)
-    assert not arrived.acquire(timeout=0.3)  # the others wait for these two
-    leave.set()
-    thread.join(WAIT_S)
-    assert len(sent(server, "inference/v1/generate")) == 5
     client.close()

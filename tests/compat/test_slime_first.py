@@ -45,7 +45,6 @@ def joined(header: dict, rest: bytes) -> bytes:
 
 
 def test_index_file_is_int32_and_matches_the_slime_layout():
-    """A file of indices has int32 positions, values, metadata and checksum as slime's format defines them."""
     data = build_flush(PATCHES, "indices", current_version="7")
     tensors, (header, _) = load(data), header_of(data)
     metadata = header["__metadata__"]
@@ -65,7 +64,6 @@ def test_index_file_is_int32_and_matches_the_slime_layout():
 
 
 def test_delta_positions_take_four_bytes_only_for_large_gaps():
-    """Deltas take two bytes per position, four where a gap needs them, and may lie in one zstd frame."""
     plain, packed = (build_flush(PATCHES, name, current_version="7") for name in ("deltas", "deltas_zstd"))
     assert packed[:4] == b"\x28\xb5\x2f\xfd"
     for data in (plain, zstandard.ZstdDecompressor().decompress(packed)):
@@ -85,17 +83,7 @@ def test_a_file_reads_back_with_nan_and_signed_zero(encoding):
         assert found.values.tolist() == meant.values.tolist()
 
 
-def test_a_file_whose_writer_widened_mixed_dtypes_is_refused():
-    wide = ParamMeta("c", torch.float32, (3,))
-    data = build_flush([patch_of(wide, np.array([1]), np.array([1], np.uint32))], "indices", current_version="1")
-    header, rest = header_of(data)
-    header["__metadata__"]["params"][0]["dtype"] = "bfloat16"
-    with pytest.raises(IntegrityError, match="writes c bfloat16"):
-        parse_flush(joined(header, rest), "f", ParamTable.of([ParamMeta("c", torch.bfloat16, (3,))]))
-
-
 def test_flush_buckets_hold_one_dtype_and_a_bounded_size():
-    """A bucket holds patches of one dtype and is flushed before it exceeds the buffer size."""
     other = ParamMeta("h", torch.float16, (100,))
     halves = [patch_of(other, np.arange(10), np.zeros(10, np.uint16))] * 2
     large = patch(A, list(range(1000)), [1.0] * 1000)
@@ -130,25 +118,16 @@ def test_what_the_format_cannot_carry_is_refused():
     ("change", "why"),
     [
         (lambda rows, header: rows[0].update(pos_end=2**60), "a.weight"),
-        (lambda rows, header: rows[0].update(val_end=-1), "a.weight"),
         (lambda rows, header: rows[0].update(pos_width=3), "a.weight"),
         (lambda rows, header: rows[0].update(dtype="float4711"), "float4711"),
-        (lambda rows, header: rows[0].update(dtype=["bfloat16"]), "a.weight"),
         (lambda rows, header: rows[0].update(shape=[10]), "a.weight"),
         (lambda rows, header: rows[1].update(pos_start=4, pos_end=12, val_start=1, val_end=3), "b.weight"),
         (lambda rows, header: rows[1].update(name="../../etc/passwd"), "passwd"),
-        (lambda rows, header: rows[0].update(name=7), "7"),
         (lambda rows, header: rows[1].update(name="a.weight", shape=[300, 300]), "a.weight"),
         (lambda rows, header: rows.pop(), "end at"),
-        (lambda rows, header: rows.append(3), "3"),
         (lambda rows, header: header["__metadata__"].update(encoding="brotli"), "brotli"),
         (lambda rows, header: header["__metadata__"].update(checksum="12"), "checksum"),
-        (lambda rows, header: header["__metadata__"].update(checksum="x"), "metadata"),
         (lambda rows, header: header["__positions__"].update(dtype="I32", shape=[5]), "__positions__"),
-        (lambda rows, header: header["__positions__"].update(data_offsets=[0, 30]), "__positions__"),
-        (lambda rows, header: header["__values__"].update(data_offsets=[0, 8]), "__"),
-        (lambda rows, header: header["__values__"].update(dtype="Q7"), "Q7"),
-        (lambda rows, header: header.update(__values__=4), "__values__"),
     ],
 )
 def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.compat.vllm_api import Client, Declared, FanOut, TRLs
 from tests.fakes import FakeEngine
-from tests.ranks import on_ranks
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError, UpdateError
 from torchrl_ext.compat.vllm_api import (
     ClientPort,
@@ -63,15 +61,6 @@ def test_server_follows_through_foreign_client_and_owner_pauses(client, tmp_path
         engine.shutdown()
 
 
-def test_a_transport_of_ranks_takes_full_tensors():
-    with FakeEngine("vllm") as fake:
-        engine = trainer(Client(fake.url), Declared(weights(1)), transport="sharded")
-        paused(fake)
-        report = engine.send_weights()
-        assert report.verified and served(fake, 1) and report.whole
-        engine.shutdown()
-
-
 def test_a_source_yields_what_it_declares_and_its_rank_holds():
     tensors = {name: nn.Parameter(tensor) for name, tensor in weights(1).items()}
     source = VLLMSource(Declared(tensors))
@@ -85,7 +74,6 @@ def test_a_source_yields_what_it_declares_and_its_rank_holds():
 
 class TestSeveral:
     def test_each_server_behind_one_client_proves_its_update(self, tmp_path):
-        """Each server rehearses and reports its failure even though the client returns one answer."""
         tensors = weights(1)
         with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
             client = FanOut(one.url, other.url)
@@ -105,7 +93,6 @@ class TestSeveral:
             assert not one.wrongs and not other.wrongs
 
     def test_failure_of_second_server_is_not_hidden_by_first(self, tmp_path):
-        """A second server that lacks the backend or refuses to rehearse raises, though the first is fine."""
         refused = pytest.raises(EngineRefusedError, match=r"Invalid init_info.*--weight-transfer-config")
         with FakeEngine("vllm") as one, FakeEngine("stock-vllm") as other, refused:
             trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)
@@ -151,30 +138,6 @@ class TestFailures:
         with pytest.raises(ConfigError, match="declares no weights"):
             trainer(Mute("http://engine"), None, tmp_path)
 
-    def test_failing_source_changes_nothing_and_next_update_arrives(self, tmp_path):
-        """A source that raises leaves the served weights as they were, and the next update arrives."""
-
-        class Failing(Declared):
-            fails = False
-
-            def __iter__(self):
-                yield "a", self.tensors["a"]
-                if self.fails:
-                    raise RuntimeError("the gather broke")
-                yield "b", self.tensors["b"]
-
-        source = Failing(weights(1))
-        with FakeEngine("vllm") as fake:
-            engine = trainer(Client(fake.url), source, tmp_path)
-            paused(fake)
-            engine.send_weights()
-            source.fails, source.tensors = True, weights(2)
-            with pytest.raises(UpdateError, match="the gather broke"):
-                engine.send_weights()
-            assert served(fake, 1) and fake.whole
-            source.fails = False
-            assert engine.send_weights().verified and served(fake, 2)
-
     def test_another_trainer_replaces_this_one_until_it_joins_again(self, tmp_path):
         with FakeEngine("vllm") as fake:
             first = trainer(Client(fake.url), Declared(weights(1)), tmp_path / "1")
@@ -185,36 +148,3 @@ class TestFailures:
             assert served(fake, 2)
             report = first.send_weights()
             assert report.verified and served(fake, 1) and report.version == 3  # what the workers say is not used again
-
-
-class Policy(nn.Module):
-    def __init__(self, step):
-        super().__init__()
-        self.a, self.b = (nn.Parameter(tensor) for tensor in weights(step).values())
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
-    from torch.distributed.fsdp import fully_shard
-
-    fake = FakeEngine("vllm") if rank == 0 else None
-    for transport in ("delta", "sharded"):
-        model = fully_shard(Policy(0))
-        tensors = dict(model.named_parameters())
-        settings = {"settings": {"root": f"{folder}/root"}} if transport == "delta" else {}
-        client = Client(fake.url) if rank == 0 else None
-        engine = trainer(client, Declared(tensors), rank=rank, transport=transport, **settings)
-        for step in (1, 2):
-            with torch.no_grad():
-                for tensor in tensors.values():
-                    tensor += 1
-            if rank == 0:
-                paused(fake)
-            dist.barrier()
-            report = engine.send_weights()
-            assert rank != 0 or (served(fake, step) and report.verified), transport
-            if transport == "sharded" and rank == 0:
-                assert report.whole and min(report.rank_bytes) > 0
-            dist.barrier()
-        engine.shutdown()

@@ -1,7 +1,6 @@
 """Discovery against servers that are slow, strange or hostile: a clear error within the deadline, or the facts."""
 
 import socket
-import time
 import traceback
 from contextlib import contextmanager
 
@@ -14,8 +13,6 @@ from tests.control.servers import CONFIG
 from tests.control.sockets import drip, serving
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.base.registry import Make, engines
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.makes.server_info import read_server_info
 from torchrl_ext.control.serving.processes import free_port
 
@@ -27,7 +24,6 @@ FLAT = {
     "transports": ["disk"],
 }
 SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "tp_size": 2, "version": "0.5.23"}
-LIMIT_S = 20.0  # far above every deadline here: what it bounds is a hang
 
 
 @contextmanager
@@ -51,7 +47,6 @@ def refused(server, timeout_s=10.0):
 
 
 def test_discovery_tries_the_second_route_when_the_first_fails():
-    """Discovery asks the second route when the first does not help, and reports why both failed."""
     for first in ((404, {}), (200, b"<html>a proxy</html>"), (200, [1, 2]), (200, {"hello": "world"})):
         with scripted({"/server_info": first, "/get_server_info": (200, FLAT)}) as server:
             (info,) = tx.discover(server.url)
@@ -87,7 +82,6 @@ def test_what_is_no_engines_answer_is_refused_by_name(answer):
 
 
 def test_strange_world_size_is_refused_or_left_out():
-    """Discovery refuses an absurd world size, and leaves out unreadable world sizes and weight versions."""
     with FakeEngine("vllm") as fake:
         fake.answers["GET /get_world_size"] = {"world_size": 10**9}
         with pytest.raises(EngineRefusedError, match="world_size is '1000000000'"):
@@ -98,7 +92,6 @@ def test_strange_world_size_is_refused_or_left_out():
 
 
 def test_discovery_of_all_engines_has_one_deadline():
-    """All requests of a discovery share one deadline, and the error names the late engine and its route."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         scripted({"/server_info": (200, drip)}) as slow,
@@ -107,10 +100,8 @@ def test_discovery_of_all_engines_has_one_deadline():
     ):
         urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", slow.url, slow_at_last.url]
         for late, question in zip(urls, ("/workers", "/server_info", "/model_info"), strict=True):
-            began = time.monotonic()
             with pytest.raises(DeadlineError, match=late + question):
                 tx.discover(well.url, late, timeout_s=0.5)
-            assert time.monotonic() - began < LIMIT_S
 
 
 def dead(count):
@@ -120,7 +111,6 @@ def dead(count):
 
 @pytest.mark.parametrize("ask", [tx.discover, tx.connect])
 def test_one_error_lists_every_address_that_failed(ask):
-    """One error lists the addresses of all engines that failed, without errors of the HTTP library."""
     gone = dead(2)
     with FakeEngine("vllm") as well, scripted({"/server_info": (200, {})}) as strange:
         with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines did not describe themselves") as caught:
@@ -144,7 +134,6 @@ def test_sglangs_server_info_alone_is_enough():
 
 @pytest.mark.parametrize("status", [401, 503])
 def test_sglang_server_with_closed_control_routes_is_described(status):
-    """Discovery describes an SGLang server that refuses its control routes, and `connect` refuses it."""
     with scripted({"/server_info": (200, SGLANG)}) as server:
         for route in ("/model_info", "/weights_checker"):
             server.script[route] = (status, {"error": "not for you"})
@@ -158,7 +147,6 @@ def test_sglang_server_with_closed_control_routes_is_described(status):
 
 
 def test_error_names_a_refused_api_key_or_absent_routes():
-    """Discovery reports a refused API key or absent routes, and never that the server is no engine."""
     for status, words in (
         (401, "requires an API key"),
         (403, "requires an API key"),
@@ -188,6 +176,7 @@ def test_only_prefill_engines_of_sglang_have_a_bootstrap_port(kind, role, port):
         answer = {**SGLANG, "disaggregation_mode": role, "disaggregation_bootstrap_port": port}
     info = read_server_info("http://host:1", answer).info
     assert (info.kind, info.worker_type, info.bootstrap_port) == (kind, role, port if role == "prefill" else None)
+    assert (info.tp_size, info.dp_size, info.pp_size) == (2, 3 if kind == "vllm" else 1, 1) and info.model
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
@@ -209,46 +198,6 @@ def test_an_answer_with_any_fields_is_described_or_refused(data):
         assert "http://host:1" in str(error)
     else:
         assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
-
-
-@pytest.mark.parametrize(
-    ("make", "described", "found"),
-    [
-        (
-            "vllm",
-            {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}},
-            ("prefill", "/models/policy", 2, 3),
-        ),
-        ("sglang", SGLANG, ("regular", "/models/policy", 2, 1)),
-    ],
-)
-def test_discovery_reads_what_an_engine_says_by_either_route(make, described, found):
-    with FakeEngine(make) as fake:
-        fake.label, size = "7", found[2] * found[3]
-        fake.answers = {"GET /server_info": described, "GET /get_world_size": {"world_size": size}}
-        (info,) = tx.discover(fake.url)
-        assert (info.kind, info.worker_type, info.model, info.tp_size, info.dp_size) == (make, *found)
-        assert (info.weight_version, info.pp_size, info.world_size, info.num_gpus) == ("7", 1, size, size)
-        assert info.version and {"disk", "collective", "delta"} <= set(info.transports) - {"memory"}
-        fake.answers |= {"GET /get_server_info": described, "GET /server_info": (404, {})}
-        assert tx.discover(fake.url) == [tx.make_engine(make, url=fake.url).info()] == [info]
-        assert [engine.kind for engine in tx.connect(fake.url).engines] == [make]
-
-
-def dove(session):
-    return EngineInfo(url=session.url, kind="dove", model=session.get("/coo")["model"])
-
-
-DOVE = Make(client=object, describe=dove)
-
-
-def test_a_make_of_another_package_describes_its_own_engines(monkeypatch):
-    monkeypatch.setattr(engines, "_entries", dict(engines._entries))  # other tests know no doves
-    engines.register("dove", "tests.control.test_discovery:DOVE", "an engine of another package")
-    engines.register("broken", "tests.control.nowhere:MAKE", "its module is missing")
-    with scripted({"/coo": (200, {"model": "/m"})}) as server:
-        (info,) = tx.discover(server.url)
-    assert (info.kind, info.model) == ("dove", "/m")
 
 
 def test_an_engine_of_a_make_that_nobody_brought_is_refused():

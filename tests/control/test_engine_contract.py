@@ -7,7 +7,7 @@ whose weights were touched stays paused until they are whole, and the next good 
 import re
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import pytest
@@ -336,20 +336,16 @@ MANY = 64
 PAUSES = {"vllm": "POST /pause", "embedded": "POST /pause", "sglang": "POST /pause_generation"}
 
 
-@pytest.mark.parametrize("make", PAUSES)
-def test_all_engines_of_a_fleet_are_paused_concurrently(make):
+def test_all_engines_of_a_fleet_are_paused_concurrently():
     """Each of them pauses only when the request of the last one is there, too."""
-    fakes = [FakeEngine(make) for _ in range(MANY)]
-    try:
+    with ExitStack() as ends:
+        fakes = [ends.enter_context(FakeEngine("embedded")) for _ in range(MANY)]
         fleet = tx.connect(*(fake.url for fake in fakes))
         together = threading.Barrier(MANY)
         for fake in fakes:
-            fake.inject("pass", PAUSES[make], first=lambda: together.wait(30))
+            fake.inject("pass", PAUSES["embedded"], first=lambda: together.wait(30))
         assert fleet.pause()
         assert not any(fake.serving for fake in fakes)
         fleet.resume()
         assert all(fake.serving for fake in fakes)
         fleet.close()
-    finally:
-        for fake in fakes:
-            fake.close()

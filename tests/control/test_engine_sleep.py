@@ -55,21 +55,8 @@ def test_update_wakes_weights_first_and_kv_cache_last(fake, trainer, level):
     assert fake.serving
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_every_colocated_step_works_with_its_own_client(fake, trainer, level):
-    """Sleep, wake of weights, update and wake of the KV cache may each come from a new client."""
-    client(fake).sleep(level)
-    client(fake).wake_up(["weights"])
-    assert fake.asleep == ALL[fake.kind] - {"weights"} and fake.paused
-    trainer.update(client(fake), 2)
-    client(fake).wake_up(["kv_cache"])
-    client(fake).wake_up()
-    assert fake.serving and fake.whole
-
-
 @pytest.mark.parametrize("stranger", [False, True])
 def test_sleeping_engine_without_weights_serves_after_update(fake, trainer, stranger):
-    """A sleeping engine refuses resume; once its weights are gone, only an update lets it serve."""
     engine = client(fake)
     other = client(fake) if stranger else engine
     engine.sleep(1)
@@ -95,7 +82,6 @@ def test_the_cache_alone_is_dropped_in_a_pause(fake):
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_rehearsal_keeps_engine_paused_by_other_client(fake, trainer, level):
-    """A rehearsal proves an engine that another client paused or put to sleep and leaves it paused."""
     client(fake).sleep(level)
     fake.unrehearsed = True
     engine = client(fake)
@@ -131,7 +117,6 @@ def test_vllm_sleeps_in_the_clients_pause_mode(trainer):
 
 
 def test_unsupported_sglang_sleep_level_is_refused_before_pause():
-    """A sleep level that an SGLang server does not support is refused while the server still serves."""
     for port, words in (("sglang", "enable-weights-cpu-backup"), ("stock-sglang", "without our plugin")):
         with running(port) as fake:
             told = {"model_path": "/m", "disaggregation_mode": "null"}

@@ -28,7 +28,6 @@ GROUPS = {
 SCENARIOS = {
     "vllm": ("vllm", {"pause_mode": "wait"}),
     "vllm, keep_cache": ("vllm", {"keep_cache": True}),
-    "embedded": ("embedded", {"pause_mode": "abort"}),
     "sglang": ("sglang", {}),
     "sglang, keep_cache": ("sglang", {"keep_cache": True}),
     "stock vllm": ("stock-vllm", {}),
@@ -45,9 +44,9 @@ def joining(make):
 
 
 def exchanges(scenario, trainer):
-    """Requests of an update that change something, twice where the engine is stock: route with query, and body."""
+    """Requests of an update that change something, of two where a group is kept: route with query, and body."""
     port, settings = SCENARIOS[scenario]
-    versions = (1, 2) if port.startswith("stock") else (2,)
+    versions = (1, 2) if "broadcasts" in scenario else (2,)
     with running(port) as fake:
         engine = client(fake, **settings)
         if "broadcasts" in scenario:

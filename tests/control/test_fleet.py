@@ -1,4 +1,4 @@
-"""`Fleet` over clients in memory: who is called, who is lost, who pauses, and what others hear of it."""
+"""`Fleet`, mostly over clients in memory: who takes part, is called or lost, and what others hear of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
-from torchrl_ext.base.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
+from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineUnreachableError, UpdateError
 from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.client import Update
+from torchrl_ext.control.discovery import as_engine
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
@@ -25,25 +28,22 @@ from torchrl_ext.control.makes.vllm import vllm_engine
 STEPS = ("stage", "begin", "load", "verify", "commit")
 
 
+def taking(step):
+    return lambda update, *given: update.engine.take(step)
+
+
 class ScriptedUpdate(Update):
     """Has its engine take each step."""
 
     def __init__(self, engine, version):
         super().__init__(version)
-        self.engine, self.served = engine, ""
+        self.engine = engine
 
-    def stage(self, part=None):
-        self.engine.take("stage")
+    stage, load, verify = map(taking, ("stage", "load", "verify"))
 
     def begin(self):
         self.engine.take("begin")
         self.engine.serving = False
-
-    def load(self, info, on_failure=None):
-        self.engine.take("load")
-
-    def verify(self, digests, digest=""):
-        self.engine.take("verify")
 
     def commit(self):
         self.engine.take("commit")
@@ -123,7 +123,6 @@ def test_all_pause_or_those_that_served_serve_again(script):
 
 
 def test_fleet_version_is_its_oldest_and_no_number_is_reused(tmp_path):
-    """A fleet has the version of its oldest engine, and the next update exceeds that of the newest."""
     engines = [Scripted("new", version="9"), Scripted("old", version="3")]
     fleet = Fleet(engines)
     assert fleet.info().weight_version == "3" and fleet.info().world_size == 2
@@ -143,7 +142,6 @@ def test_a_label_with_more_digits_than_versions_have_is_a_name(tmp_path, label):
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 def test_impossible_version_number_is_refused_before_writing(tmp_path, transport):
-    """An update whose version number would be too large is refused before files are written."""
     engine = Scripted("a", version="9" * 18)
     sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), Fleet([engine]), verify=False)
     with pytest.raises(UpdateError, match=f"{10**18} cannot be the number of a version"):
@@ -153,10 +151,10 @@ def test_impossible_version_number_is_refused_before_writing(tmp_path, transport
     assert not list(tmp_path.glob("weight_v*")) and not (tmp_path / "latest").exists()
 
 
-def test_fleet_does_not_wait_for_a_lost_engine_that_hangs(monkeypatch):
-    """A fleet does not wait for a lost engine that hangs, and takes it back once it has answered."""
+def test_engines_that_hang_are_not_waited_for_twice(monkeypatch):
+    """Neither a lost one that is asked how it is, nor one whose client is made."""
     monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", 0.05)
-    leave = threading.Event()
+    leave, made = threading.Event(), Scripted("http://new")
 
     class Hanging(Scripted):
         def info(self):
@@ -164,16 +162,54 @@ def test_fleet_does_not_wait_for_a_lost_engine_that_hangs(monkeypatch):
                 raise DeadlineError("too late")
             return super().info()
 
-    engines = [Scripted("steady"), Hanging("hanging", fails=["info"])]
-    fleet = Fleet(engines)
-    fleet.lose(engines[1], EngineUnreachableError("it does not answer"))
+    hanging = Hanging("hanging", fails=["info"])
+    fleet = Fleet([Scripted("steady"), hanging], make=lambda url: leave.wait(WAIT_S) and made)
+    fleet.lose(hanging, EngineUnreachableError("it does not answer"))
+    fleet.add("new")
     assert fleet.members() == fleet.members() == ("steady",)
     assert [row.state for row in fleet.look()] == ["serving", "unreachable"]
     leave.set()
     monkeypatch.setattr("torchrl_ext.control.fleet._PROBE_S", WAIT_S)
-    assert fleet.members() == ("steady",) and engines[1].calls == ["info"]
-    engines[1].fails.clear()  # one whose answer was an error is asked again
-    assert fleet.members() == ("steady", "hanging") and engines[1].calls == ["info"] * 2
+    Deadline(WAIT_S).poll(lambda: fleet.members() == ("steady", made.url))  # an answer counts as soon as it is there
+    hanging.fails.clear()  # one whose answer was an error is asked again
+    assert fleet.members() == ("steady", "hanging", made.url)
+
+
+def test_another_client_of_an_address_is_another_engine():
+    first, again = Scripted("a"), Scripted("a")
+    fleet = Fleet([first, Scripted("b")])
+    fleet.members()
+    fleet.lose(first, EngineError("it is gone"))
+    fleet.remove("a")
+    fleet.add(again)
+    assert fleet.members() == ("b", "a") and [row.error for row in fleet.look()] == [None, None]
+    assert fleet.engines[1] is again
+
+
+def test_fleet_discovers_listed_engines_and_skips_absent_ones(caplog):
+    with FakeEngine("vllm") as first, FakeEngine("sglang") as second:
+        listed = [first.url, "127.0.0.1:9"]
+        fleet = tx.connect(members=lambda: listed)
+        assert fleet.members() == fleet.members() == (first.url,)
+        assert caplog.text.count("http://127.0.0.1:9 changes nothing") == 1 and fleet.url == first.url
+        listed = [second.url]
+        assert fleet.members() == (second.url,) and fleet.info().kind == "fleet"
+        assert [one.kind for one in fleet.each()] == ["sglang"]
+        with pytest.raises(ConfigError, match="decides who takes part"):
+            fleet.add(first.url)
+        fleet.close()
+
+
+def test_only_a_fleet_that_makes_clients_takes_addresses():
+    fleet = Fleet([Scripted("a")])
+    with pytest.raises(ConfigError, match=r"cannot make a client for 'b:1'.*torchrl_ext.connect"):
+        fleet.add(Scripted("c"), "b:1")
+    assert fleet.members() == ("a",)
+    with FakeEngine("vllm") as fake:
+        listed = as_engine([Scripted("a"), Scripted("b")])
+        listed.add(fake.url)
+        listed.reconcile(WAIT_S)
+        assert listed.members() == ("a", "b", fake.url)
 
 
 def test_a_pool_goes_to_another_process():
@@ -184,7 +220,6 @@ def test_a_pool_goes_to_another_process():
 
 
 def test_membership_change_applies_to_next_update(tmp_path):
-    """Engines that join or leave during an update count from the next one; the running one keeps its own."""
     fleet, late = Fleet([Scripted("a"), Scripted("b")]), Scripted("late", fails=["info"])
     joiner, (first, second) = Scripted("c"), fleet.engines
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet, verify=False)

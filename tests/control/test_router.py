@@ -68,7 +68,6 @@ def test_workers_come_and_go_at_either_make_of_router(script):
 
 
 def test_worker_never_listed_by_router_raises_deadline_error():
-    """The DeadlineError names the router and the engine that the router did not list."""
     with serving(Gateway(delay=10**9)) as router:
         late = pytest.raises(DeadlineError, match=f"{router.url} did not list http://engine:8000")
         with late:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.fakes import FakeEngine
+from tests.control.engines import running, weights
 from torchrl_ext.base.errors import WeightSyncError
 
 EVERYTHING = {"success": True, "status": "ok", "message": "{}", "results": [None], "num_paused_requests": 0}
@@ -13,10 +13,6 @@ NO_SUCCESS = {
     "no success": {"success": False, "message": "no shard 2"}, "an error": {"error": "no shard 2"},
     "a detail": {"detail": "no shard 2"},
 }  # fmt: skip
-
-
-def weights(value):
-    return {"a": torch.full((64,), float(value)), "b": torch.arange(64.0) * value}
 
 
 def holds(fake, value):
@@ -35,7 +31,7 @@ def steps_of(fake):
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 @pytest.mark.parametrize("make", ["vllm", "sglang", "embedded"])
 def test_no_answer_in_an_engines_place_is_a_proof(make, transport, tmp_path):
-    with FakeEngine(make, weights(0)) as fake, sender(transport, fake, tmp_path) as own:
+    with running(make) as fake, sender(transport, fake, tmp_path) as own:
         own.update_weights(weights(1))
         fake.calls.clear()
         own.update_weights(weights(2))
@@ -61,7 +57,7 @@ def test_no_answer_in_an_engines_place_is_a_proof(make, transport, tmp_path):
 
 @pytest.mark.parametrize("make", ["vllm", "sglang", "embedded"])
 def test_digests_that_nobody_compared_are_no_proof(make, tmp_path):
-    with FakeEngine(make, weights(0)) as fake, sender("disk", fake, tmp_path) as own:
+    with running(make) as fake, sender("disk", fake, tmp_path) as own:
         own.update_weights(weights(1))
 
         def gateway(asked):
@@ -88,7 +84,7 @@ def test_digests_that_nobody_compared_are_no_proof(make, tmp_path):
     ],
 )
 def test_a_load_that_reports_no_success_is_none(make, route, reply, tmp_path):
-    with FakeEngine(make, weights(0)) as fake, sender("disk", fake, tmp_path) as own:
+    with running(make) as fake, sender("disk", fake, tmp_path) as own:
         own.update_weights(weights(1))
         label, fake.answers[route] = fake.label, (200, reply)
         with pytest.raises(WeightSyncError) as refused:

@@ -69,19 +69,41 @@ def ran(tmp_path):
     return run
 
 
+REGISTRY = """
+import collections, enum
+class HookType(enum.Enum):
+    AROUND = "around"
+class HookRegistry:
+    _hooks = collections.defaultdict(list)
+    @classmethod
+    def register(cls, target, hook, kind):
+        cls._hooks[target].append((kind, hook, None))
+"""
+HOOKS = "sglang/srt/plugins/hook_registry.py"
+UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
+MANAGER = "sglang/srt/managers/scheduler_components/weight_updater.py"
+SCHEDULER = "sglang/srt/managers/scheduler.py"
+BARE = {"sglang/__init__.py": "__version__ = '0.6.0'"}
+HALF = {**BARE, HOOKS: REGISTRY, MANAGER: "class SchedulerWeightUpdaterManager:\n def check_weights(self): 1"}
+
+
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("needs", "files", "words"),
     [
-        ({FACTORY: "registry = {}"}, "WeightTransferEngineFactory"),
-        ({FACTORY: "class WeightTransferEngineFactory:\n def register_engine(name): 1"}, "TypeError"),
-        ({WORKERS: "class Worker: pass"}, "WorkerBase"),
-        ({EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): 1"}, "does not read its response_mqs"),
+        ("vLLM 0.32.0", {FACTORY: "registry = {}"}, "WeightTransferEngineFactory"),
+        ("vLLM 0.32.0", {FACTORY: "class WeightTransferEngineFactory:\n def register_engine(name): 1"}, "TypeError"),
+        ("vLLM 0.32.0", {WORKERS: "class Worker: pass"}, "WorkerBase"),
+        ("vLLM 0.32.0", {EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): 1"}, "read its response_mqs"),
+        ("SGLang 0.5.23", BARE, ""),
+        ("SGLang 0.5.23", {**BARE, HOOKS: "x = 1"}, ""),
+        ("SGLang 0.5.23", HALF, ""),
     ],
-    ids=["another factory", "other arguments", "other workers", "other replies"],
+    ids=["factory", "arguments", "workers", "replies", "no hooks", "registry", "own loads elsewhere"],
 )
-def test_a_vllm_of_another_release_starts_and_says_so_once(ran, files, words):
-    _, said = ran({**WHOLE, **files})
-    assert said.count("torchrl_ext needs vLLM 0.32.0, and this release cannot follow a trainer") == 1
+def test_an_engine_of_another_release_starts_and_says_so_once(ran, needs, files, words):
+    plugin = needs.partition(" ")[0].lower()
+    _, said = ran({**(WHOLE if plugin == "vllm" else {}), **files}, plugin=plugin)
+    assert said.count(f"torchrl_ext needs {needs}, and this release cannot follow a trainer") == 1
     assert said.count("WARNING") == 1 and words in said
 
 
@@ -317,33 +339,6 @@ def test_a_call_that_fails_leaves_no_reply_to_the_next(executor, late):
         assert executor.collective_rpc("step", unique_reply_rank=1) == [("step", executor.calls, 1)]
         both("state")
     assert not any(executor.queues)
-
-
-REGISTRY = """
-import collections, enum
-class HookType(enum.Enum):
-    AROUND = "around"
-class HookRegistry:
-    _hooks = collections.defaultdict(list)
-    @classmethod
-    def register(cls, target, hook, kind):
-        cls._hooks[target].append((kind, hook, None))
-"""
-HOOKS = "sglang/srt/plugins/hook_registry.py"
-UPDATER = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
-MANAGER = "sglang/srt/managers/scheduler_components/weight_updater.py"
-SCHEDULER = "sglang/srt/managers/scheduler.py"
-BARE = {"sglang/__init__.py": "__version__ = '0.6.0'"}
-HALF = {**BARE, HOOKS: REGISTRY, MANAGER: "class SchedulerWeightUpdaterManager:\n def check_weights(self): 1"}
-
-
-@pytest.mark.parametrize(
-    "files", [BARE, {**BARE, HOOKS: "x = 1"}, HALF], ids=["no hooks", "another registry", "its own loads are elsewhere"]
-)
-def test_a_sglang_of_another_release_starts_and_says_so_once(ran, files):
-    _, said = ran(files, plugin="sglang")
-    assert said.count("torchrl_ext needs SGLang 0.5.23, and this release cannot follow a trainer") == 1
-    assert said.count("WARNING") == 1
 
 
 def test_sglangs_own_ways_to_load_are_seen_by_whatever_name(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
+from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.data.landing.sliced import Sliced, part_of
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.derived import as_source
@@ -329,15 +329,7 @@ def test_a_rehearsal_takes_the_route_of_updates(loader, rank, monkeypatch):
     assert loader.proof() == "rehearsed" and loader.model.opened[-1] is None
 
 
-def test_rehearsal_refuses_a_stale_derived_copy(rank, tmp_path):
-    loader = loader_of(derive(cold(rank, 0)), tmp_path)  # no load brings the copy
-    with pytest.raises(EngineRefusedError, match="qkv"):
-        loader.rehearse()
-    assert loader.proof() == "sent"
-
-
 def test_derived_copy_gets_slices_only_through_its_model_loader(rank, tmp_path):
-    """If only a whole load rebuilds a derived copy, every slice passes through the model's loader."""
     loader = loader_of(derive(cold(rank, 0)), tmp_path, derives=True)
     loader.start()
     assert loader.targets()

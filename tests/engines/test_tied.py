@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.landing.changes import Listed
+from tests.data.deltas.data import Listed
 from tests.engines import processed
-from tests.sync.ends import made
+from tests.sync.ends import digests, made
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
 from torchrl_ext.engines.rehearsal import changed, reverting_changes
 from torchrl_ext.engines.runtime import reachable
@@ -107,10 +106,6 @@ def loader(model):
     found.check(ParamMeta.of(*pair) for pair in weights().items())
     found.compare_start()
     return found
-
-
-def digests(tensors):
-    return {name: position_digest(tensor).hex() for name, tensor in tensors.items()}
 
 
 def test_a_worker_never_holds_a_head_that_was_only_handed_over(loader):

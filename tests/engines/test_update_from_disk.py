@@ -13,20 +13,15 @@ import torchrl_ext as tx
 from tests.data.transports.chains import folder
 from tests.engines.stand_ins import VLLM, SGLang, add_sglang
 from tests.hostile import worse_json
-from tests.models import tiny_checkpoint, tiny_model
+from tests.models import tiny_model
 from tests.processes import WAIT_S
+from tests.sync.ends import digests
 from torchrl_ext.base.routes import MAX_BODY_BYTES
-from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 from torchrl_ext.engines.embedded.server import make_app
 
 LOAD = "/update_weights_from_disk"
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
 
 
 class Embedded:
@@ -36,25 +31,12 @@ class Embedded:
         self.engine, self.scheduler, self.digests = engine, engine.scheduler, engine.digests
         self.app = lambda: make_app(engine)
 
-    @property
-    def label(self):
-        return self.scheduler.version
-
-    @label.setter
-    def label(self, label):
-        self.scheduler.version = label
-
-    @property
-    def paused(self):
-        return self.scheduler.paused
-
-    @paused.setter
-    def paused(self, paused):
+    def _hold(self, paused):
         self.engine.pause("keep", 0.0) if paused else self.engine.resume()
 
-    @property
-    def dropped(self):
-        return self.scheduler.forget.call_count
+    label = property(lambda self: self.scheduler.version)
+    paused = property(lambda self: self.scheduler.paused, _hold)
+    dropped = property(lambda self: self.scheduler.forget.call_count)
 
 
 @pytest.fixture(params=["embedded", "vllm", "sglang"])
@@ -76,7 +58,6 @@ def engine(request, checkpoint, monkeypatch):
 
 
 only = pytest.mark.parametrize
-embedded_only = only("engine", ["embedded"], indirect=True)
 
 
 def ask(engine, route, body=None, expected=200):
@@ -89,10 +70,7 @@ def ask(engine, route, body=None, expected=200):
 
 def serves(engine, named):
     """Whether the engine holds these tensors."""
-    found = engine.digests()
-    return {name: found[name] for name in named} == {
-        name: position_digest(tensor).hex() for name, tensor in named.items()
-    }
+    return digests(named).items() <= engine.digests().items()
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +98,11 @@ def test_a_delta_lands_and_the_callers_pause_stays(engine, history):
     assert serves(engine, history[2]) and engine.label == "two" and engine.paused
 
 
-def test_deltas_that_are_decoded_with_all_old_bytes_land(engine, checkpoint, tmp_path):
-    with tx.DeltaTransport(tmp_path, encoding="context") as trainer:
-        for seed in (5, 6):
-            trainer.send_weights(tiny_model(seed))
-    ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path)})
-    sent = tiny_model(6).state_dict()
-    assert serves(engine, {name: sent[name] for name in load_file(f"{checkpoint}/model.safetensors")})
-
-
 @pytest.mark.parametrize("flush", [True, False])
 def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, flush):
     ask(engine, LOAD, delta(history, 1, flush_cache=flush))
     assert engine.dropped == flush and serves(engine, history[1])
+    assert engine.kind != "vllm" or engine.label == "1"  # which its workers confirmed
 
 
 def test_invalid_load_request_gets_400_and_changes_no_weights(engine, history):

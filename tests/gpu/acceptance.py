@@ -74,7 +74,6 @@ STEPS = (
     Step("ipc", 60, "tests.gpu.steps:ipc", "handles, memory that is given back"),
     Step("graph", 60, "tests.gpu.steps:graph", "G20: addresses"),
     Step("embedded", 75, "tests.gpu.steps:embedded", "G12: the whole road, outputs", SERVING),
-    Step("asleep", 30, "tests.gpu.steps:asleep", "G4: a join while weights are unmapped", ("safetensors",)),
     Step("figures", 120, "tests.gpu.deltas:figures", "G5, G8: seconds, GB/s, waits"),
     Step("sanitizer", 100, "tests.gpu.steps:sanitizer", "writes by address", ("pytest",)),
 )

@@ -112,11 +112,6 @@ def model(mib, version):
     return {f"layers.{number:04d}.weight": _layer(number, mib, version) for number in range(count)}
 
 
-def holds(found, mib, version):
-    """Whether a model has every bit of a version; one tensor is made at a time."""
-    return not any(_others(found, mib, version))
-
-
 def _others(found, mib, version):
     for number, (name, tensor) in enumerate(found.items()):
         if not same(tensor, _layer(number, mib, version)):

@@ -170,5 +170,7 @@ def _outlived(road, victim, alive, timeout_s):
         began = time.monotonic()
         error = alive.hear("error", timeout_s + _SURE_S)
         seconds = round(time.monotonic() - began, 2)
+        assert error["error"] in ("TransportError", "NotConnectedError"), error
+        assert road.transport not in GROUPS or f"(pid {other.child.pid}" in error["text"], error
         assert alive.hear("lives", timeout_s)["lives"] == 3
         return {"error": error["error"], "text": error["text"][:_SHOWN], "seconds": seconds}

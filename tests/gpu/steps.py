@@ -23,10 +23,8 @@ import torchrl_ext as tx
 from tests.gpu import pairs
 from tests.gpu.acceptance import Skipped
 from tests.gpu.deltas import WAIT_S, turn
-from tests.gpu.ends import FILES, GROUPS, Road, copy_speed, device, same, settle, small
+from tests.gpu.ends import FILES, GROUPS, Road, copy_speed, device, small
 from tests.processes import ROOT, running_python
-from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.messages import Join
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.weights.derived import as_source
 
@@ -230,50 +228,3 @@ def _require_healthy(server, port):
             return
         assert time.monotonic() < until, "the engine is not healthy in time"
         time.sleep(0.1)
-
-
-def asleep(scale):
-    """A worker of an engine joins while its weights are unmapped, as colocated ones do; then it is updated."""
-    from safetensors.torch import save_file
-
-    from tests.engines.processed import SIZE, Fused, Model, ProcessedModel
-    from tests.gpu.mappings import mapping
-    from torchrl_ext.engines.loader import EngineLoader
-
-    module, generator = Model(), torch.Generator().manual_seed(1)
-    for block in module.blocks:
-        for kind in [*block]:
-            if kind != Fused.__name__:  # the others are processed into memory of their own
-                del block[kind]
-    layers = dict(module.layers())
-    names = [f"{path}.{name}" for path, layer in layers.items() for name in layer.names]
-    weights = {name: torch.randn(SIZE, SIZE, generator=generator) for name in names} | {"norm": torch.ones(SIZE)}
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(weights, f"{folder}/model.safetensors")
-        memory, sleeping = mapping(4096 * (1 + len(layers)))
-        norm, *rows = memory.view(torch.float32).split(1024)
-        module.norm = torch.nn.Parameter(norm[:SIZE], requires_grad=False)
-        for layer, row in zip(layers.values(), rows, strict=True):
-            like = layer.weight
-            layer.weight = torch.nn.Parameter(row[: like.numel()].view(like.shape), requires_grad=False)
-        module.cos_sin_cache = module.cos_sin_cache.to(device())
-        module.load_weights(weights.items())
-        started = ProcessedModel(module, folder)
-        started.close(layers.values())
-        settle()
-        receiver, params = tx.WeightReceiver(EngineLoader(started)), as_source(weights).params()
-        first, second = (tx.make_transport("delta", root=f"{folder}/{at}", timeout_s=WAIT_S) for at in (1, 2))
-        offer = first.open(1, params, Deadline(WAIT_S)).info
-        started.asleep = True
-        with sleeping():
-            receiver.handle(Join(transport="delta", params=params, offer=offer))
-        started.asleep = False
-        with tx.WeightSender(second, tx.make_engine("inprocess", engine=receiver)) as sender:
-            proofs = []
-            for _ in range(2):
-                weights = {name: tensor + 1 for name, tensor in weights.items()}
-                report = sender.update_weights(weights)
-                proofs.append(report.proof if report.verified else "none")
-    live = {f"{path}.{name}": layer.place(name) for path, layer in layers.items() for name in layer.names}
-    wrong = [name for name, tensor in live.items() if not same(tensor.cpu(), weights[name])]
-    return {"proofs": proofs, "compared": len(live), "failures": wrong}

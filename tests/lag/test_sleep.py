@@ -183,15 +183,27 @@ def slept_while_joining(folder):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", ["delta", "disk", "ipc", "collective"])
+@pytest.mark.parametrize("name", ["delta", "delta by broadcast", "disk", "ipc", "collective", "sharded"])
 def test_a_sender_joins_an_embedded_engine_that_sleeps(lag, level, name, tmp_path):
+    """And the engine follows on another device, from the default stream or from another one."""
     engine = EmbeddedEngine(str(tiny_checkpoint(tmp_path / "model")), device="lag:1")
     engine.sleep(level, "abort", WAIT_S)
     policy = tiny_model(1).to(lag)
-    settings = {"root": tmp_path / "root"} if name in ("delta", "disk") else {}
-    with tx.WeightSender(tx.make_transport(name, **settings), tx.make_engine("inprocess", engine=engine)) as sender:
+    settings = {"carrier": "collective"} if "broadcast" in name else {}
+    settings |= {"root": tmp_path / "root"} if name in ("delta", "disk") else {}
+    transport = tx.make_transport(name.split()[0], timeout_s=WAIT_S, **settings)
+    with (
+        torch.Stream(lag) if level == 2 else contextlib.nullcontext(),
+        tx.WeightSender(transport, tx.make_engine("inprocess", engine=engine)) as sender,
+    ):
         sender.init_all_workers_group({name: (one.dtype, one.shape) for name, one in as_source(policy)})
-        assert sender.update_weights(policy).proof == "in place"
-        held = dict(engine._model.named_parameters())
-        assert all(same_bits(one.detach().cpu(), held[name].cpu()) for name, one in policy.named_parameters())
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter[:1].neg_()  # queued on the current stream
+            assert sender.update_weights(policy).proof == "in place"
+            for index in (0, 1):
+                torch.accelerator.synchronize(f"lag:{index}")
+            held = dict(engine._model.named_parameters())
+            assert all(same_bits(one.detach().cpu(), held[name].cpu()) for name, one in policy.named_parameters())
     engine.close()

@@ -27,7 +27,6 @@ class Cell:
         transports: by which updates come.
         refused: a regular expression for why updates are refused; "" where they are not.
         stays_paused: the rehearsal that showed it could not be undone: nothing is served any more.
-        does_not_start: why the engine serves no such model on a CPU, or serves it wrongly; such a cell is not run.
         proofs: what its updates may prove.
         core: whether it is run without ``--exhaustive``.
     """
@@ -41,7 +40,6 @@ class Cell:
     transports: Sequence[str] = EVERY_TRANSPORT
     refused: str = ""
     stays_paused: bool = False
-    does_not_start: str = ""
     proofs: Sequence[str] = ("in place", "rehearsed")
     core: bool = False
 
@@ -74,52 +72,31 @@ def by(**settings):
 TP_2 = {"parallel": "tp 2", **by(tensor_parallel_size=2)}
 A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # SGLang wants it told for more workers than there are NUMA nodes
 NOT_AS_COLD = r"an update would leave \d+ layer\(s\) of this engine wrong: [^(]*\([^)]*\)"
-NO_TORCHVISION = "asks for torchvision, which vLLM's environment for CPUs does not have"
 
 CELLS = (
     vllm("qwen3-moe"),
     vllm("deepseek-v3"),
     vllm("qwen3-moe", **TP_2, core=True),
     vllm("mixtral"),
-    vllm("llama"),
     vllm("qwen3"),
     vllm("qwen3-tied"),
     vllm("gemma3"),
     vllm("falcon-h1"),
     vllm("granite-hybrid"),
-    vllm("mamba2"),
-    vllm("qwen3-next", dtype="bfloat16"),
     vllm("qwen3-moe", dtype="bfloat16"),
     vllm("mamba2", dtype="bfloat16"),
-    vllm("falcon-h1", dtype="bfloat16"),
     vllm("deepseek-v3", **TP_2),
     vllm("mixtral", **TP_2),
-    vllm("qwen3-tied", **TP_2),
     vllm("qwen3", parallel="dp 2", **by(flags=("--data-parallel-size", "2"))),
-    vllm("qwen3-moe", parallel="dp 2", does_not_start="the first request ends the engine (NotImplementedError)"),
     vllm("qwen3", quantisation="fp8_per_channel", dtype="bfloat16", **by(flags=("--quantization", "fp8_per_channel"))),
     vllm("qwen3", quantisation="fp8 checkpoint", dtype="bfloat16"),
     vllm("qwen3", quantisation="int8 checkpoint", dtype="bfloat16", refused=NOT_AS_COLD, stays_paused=True),
-    vllm("qwen3-moe", parallel="ep 2", does_not_start="the first request ends the engine"),
-    vllm("qwen3-moe", parallel="pp 2", does_not_start="the first request ends the engine (AssertionError)"),
-    vllm(
-        "qwen3",
-        quantisation="fp8",
-        dtype="bfloat16",
-        does_not_start="RuntimeError in _C::static_scaled_fp8_quant(), which takes no arguments on this CPU",
-    ),
-    vllm("qwen2.5-vl", does_not_start=NO_TORCHVISION),
-    vllm("qwen3-vl", does_not_start=NO_TORCHVISION),
-    vllm("qwen3-next", does_not_start="its linear attention on a CPU wants bfloat16 (CPU GDN attention requires BF16)"),
     sglang("deepseek-v3", core=True),
     sglang("qwen3-moe", **TP_2, proofs=("in place",)),
     sglang("qwen3-moe"),
     sglang("mixtral"),
-    sglang("llama"),
-    sglang("qwen3"),
     sglang("qwen3-tied"),
     sglang("gemma3"),
-    sglang("qwen3-moe", dtype="bfloat16"),
     sglang("deepseek-v3", **TP_2),
     sglang("mixtral", **TP_2),
     sglang("qwen3-moe", parallel="ep 2", **by(tensor_parallel_size=2, flags=("--ep-size", "2"))),
@@ -141,9 +118,4 @@ CELLS = (
         **by(flags=("--dp-size", "2"), environ=A_CORE_EACH),
         transports=("disk", "delta"),
     ),
-    *(
-        sglang(kind, does_not_start="imports sgl_kernel.mamba, for which the environment for CPUs has no stand-in")
-        for kind in ("falcon-h1", "qwen3-next")
-    ),
-    sglang("qwen3-vl", does_not_start="asks for an image processor, which the tiny checkpoint does not have"),
 )

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,11 +85,12 @@ def with_routers():
     routing.RouterProcess = started
 
 
-class Served(ABC):
+class Served:
     """A running server and a few ways to look at it.
 
-    Attributes:
-        checkpoint: the folder that it was started with.
+    Each make has ``generate(count, prompt, **sampling)``, which returns one choice, greedy by default, with
+    ``token_ids``, ``finish_reason`` and ``weight_versions``; ``version()``, the label of its weights; ``paused()``,
+    whether it generates nothing; and ``running()``, for how many requests it generates.
     """
 
     kind = ""
@@ -98,22 +98,6 @@ class Served(ABC):
     def __init__(self, server):
         self.server, self.url = server, server.url
         self.http = HTTPSession(server.url, timeout_s=120)
-
-    @abstractmethod
-    def generate(self, count=32, prompt=None, **sampling):
-        """One choice, greedy by default: ``token_ids``, ``finish_reason`` and ``weight_versions``."""
-
-    @abstractmethod
-    def version(self):
-        """The label of the weights that it serves."""
-
-    @abstractmethod
-    def paused(self):
-        """Whether it generates nothing."""
-
-    @abstractmethod
-    def running(self):
-        """How many requests it generates for."""
 
     def mapping(self):
         """Its processes that map a buffer of a trainer."""

@@ -22,7 +22,6 @@ def gap(client, model, **key):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_repeated_prompt_without_flush_uses_no_old_cache(kind, request, tmp_path):
-    """Without a flush, a repeated prompt with the new cache version is answered as by a cold engine."""
     served, old, new = request.getfixturevalue(kind), tiny_model(2), tiny_model(3)
     client = tx.InferenceClient(served.url, kind=kind)
     with sending("disk", tmp_path / "start", served) as sender:  # this one flushes

@@ -1,13 +1,10 @@
 """Engines on the trainer's machine sleep while the trainer works, and take weights from shared memory."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.pages import on_servers
-from tests.real_engines.served import at_work, sending
+from tests.real_engines.served import sending
 from torchrl_ext.base.errors import EngineError
 
 pytestmark = pytest.mark.engine
@@ -30,37 +27,7 @@ def test_an_update_wakes_a_sleeping_engine(request, kind, level, tmp_path):
     assert not served.paused() and served.mapping() == []
 
 
-ORDERS = {"vllm": ((1, "keep"), (2, "keep")), "sglang": ((2, "retract"), (2, "in_place"))}
-
-
-@pytest.mark.parametrize(("kind", "level", "pause_mode"), [(kind, *order) for kind in ORDERS for order in ORDERS[kind]])
-def test_each_colocated_step_may_use_its_own_client(request, kind, level, pause_mode, tmp_path):
-    """Sleep, wake-up and update may each come from a new client, and no running request is lost."""
-    served = request.getfixturevalue(kind)
-
-    def client():
-        return tx.make_engine(kind, url=served.url, pause_mode=pause_mode)
-
-    with sending("delta", tmp_path, served) as sender, ThreadPoolExecutor(1) as pool:
-        for seed in (31, 32):
-            model, running = tiny_model(seed), at_work(served, pool, 1) if kind == "sglang" else []
-            client().sleep(level)
-            if level == 2:
-                with pytest.raises(EngineError, match=NO_WEIGHTS):
-                    client().resume()
-            client().wake_up(["weights"])
-            assert served.paused()
-            if kind == "vllm" and level == 2:
-                with pytest.raises(EngineError, match=NO_WEIGHTS):
-                    client().wake_up()
-            assert sender.update_weights(model).verified
-            client().wake_up(["kv_cache"])
-            client().wake_up()
-            assert all(future.result()["finish_reason"] == "length" for future in running) and served.says(model)
-
-
 def test_update_after_manual_sleep_wakes_engine_and_sends_all(vllm, tmp_path):
-    """An update wakes an engine put to sleep by hand, and no delta builds on the lost weights."""
     with sending("delta", tmp_path, vllm) as sender:
         for seed in (33, 34):
             model = tiny_model(seed)

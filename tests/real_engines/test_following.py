@@ -46,22 +46,6 @@ def test_a_layer_alone_lands_beside_the_others(served, tmp_path, transport):
         assert_lands_a_layer(sender, served)
 
 
-def test_a_tensor_alone_lands_or_what_its_layer_lacks_is_named(served, tmp_path):
-    name, model = "model.layers.1.self_attn.q_proj.weight", tiny_model(64)
-    with sending("ipc", tmp_path, served) as sender:
-        sender.update_weights(model)
-        changed = {**model.state_dict(), name: tiny_model(65).state_dict()[name]}
-        try:
-            report = sender.update_weights(changed, only=name)
-        except tx.WeightSyncError as error:  # packed with the others, so that it has to be built anew
-            assert "model.layers.1.self_attn.k_proj.weight" in str(error) and served.says(model)
-            changed = model.state_dict()
-            report = sender.update_weights(changed, only=[key for key in changed if ".layers.1.self_attn." in key])
-            assert not report.part, "after a failure everything is sent"
-        model.load_state_dict(changed)
-        served.assert_serves(model, report)
-
-
 def test_each_pause_mode_serves_the_new_weights(served, tmp_path):
     for i, mode in enumerate(PAUSES[served.kind]):
         old, new = tiny_model(100 + 2 * i), tiny_model(101 + 2 * i)
@@ -86,7 +70,6 @@ def test_abort_ends_running_requests_and_says_so(served, tmp_path):
 
 
 def test_in_flight_requests_complete_with_version_spans(served, tmp_path):
-    """Requests that run across an update complete and name the weight version of each token."""
     old, new = tiny_model(31), tiny_model(32)
     with sending("collective", tmp_path, served) as sender, ThreadPoolExecutor(4) as pool:
 
@@ -142,14 +125,6 @@ def test_two_workers_follow(tensor_parallel, tmp_path, transport):
     assert tensor_parallel.mapping() == []
 
 
-def test_two_workers_that_sleep_are_woken_by_an_update(tensor_parallel, tmp_path):
-    model = tiny_model(44)
-    with sending("ipc", tmp_path, tensor_parallel) as sender:
-        sender.update_weights(tiny_model(43))
-        sender.engine.sleep(2)
-        tensor_parallel.assert_serves(model, sender.update_weights(model))
-
-
 def test_two_workers_refuse_and_go_on(tensor_parallel, tmp_path):
     """Refusals leave the workers' replies in step: each later call is answered by its own."""
     good, last = tiny_model(47), tiny_model(48)
@@ -169,7 +144,6 @@ def test_two_workers_refuse_and_go_on(tensor_parallel, tmp_path):
 @pytest.mark.parametrize("transport", ["disk", "collective", "delta", "ipc"])
 @pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
 def test_sglang_and_vllm_engines_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):
-    """Engines of both makes and of different tensor-parallel sizes take the updates of one sender."""
     model, fleet = tiny_model(63), [tensor_parallel, vllm]
     with sending(transport, tmp_path, *fleet) as sender:
         for _ in range(3):
@@ -191,7 +165,6 @@ def test_discovery_tells_the_release_and_what_it_follows(served):
 
 
 def test_doctor_reports_ok_on_a_generating_server(served, checkpoint, tmp_path, capsys):
-    """The doctor command finds only ok rows, and the server generates the same tokens afterwards."""
     before = served.tokens()
 
     def found(*settings):
@@ -208,30 +181,7 @@ def test_doctor_reports_ok_on_a_generating_server(served, checkpoint, tmp_path, 
     assert served.tokens() == before and not served.paused()
 
 
-def test_rollouts_say_the_version_of_each_token(served, tmp_path):
-    model = tiny_model(33)
-    with sending("disk", tmp_path, served) as sender:
-        version = sender.update_weights(model).version
-    client = tx.InferenceClient.connect(served.url)
-    prompts, how = [PROMPT, PROMPT[:3]], {"max_tokens": 12, "ignore_eos": True}
-    found = client.generate(prompts, n=2, temperature=0.0, **how)
-    assert [list(one.token_ids) for one in found] == [greedy(model, prompt, 12) for prompt in prompts for _ in range(2)]
-    for one in found:
-        assert len(one.logprobs) == 12 and max(one.logprobs) <= 0 and one.finish_reason == "length"
-        assert one.token_versions() == [version] * 12
-    sampled = client.generate(prompts, n=3, **how)
-    assert len(sampled) == 6 and all(len(one.token_ids) == len(one.logprobs) == 12 for one in sampled)
-    assert len({one.token_ids for one in sampled}) > 3
-    client.close()
-
-
-def test_the_log_has_no_warning_of_what_the_plugin_lacks(served):
-    log = served.server.log_path.read_text()
-    assert "torchrl_ext needs" not in log
-
-
 def test_vllm_log_has_tracebacks_only_for_failures(vllm, tmp_path):
-    """The vLLM log has no traceback of good updates, and has the tracebacks of a failed call."""
     log = vllm.server.log_path
     begun = len(log.read_text())
     with sending("delta", tmp_path, vllm) as sender:

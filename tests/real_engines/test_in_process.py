@@ -40,12 +40,10 @@ def run(tmp_path, *arguments, beside=ROOT, **environ):
 
 
 def test_in_process_llm_follows_disk_delta_ipc_and_path(tmp_path, checkpoints):
-    """An offline vLLM LLM takes updates by disk, delta and IPC, and from a path."""
     run(tmp_path, "offline", *checkpoints, tmp_path / "root")
 
 
 def test_async_llm_switches_weights_between_and_within_requests(tmp_path, checkpoints):
-    """An AsyncLLM takes new weights between and within requests, or keeps the weights it has."""
     run(tmp_path, "online", *checkpoints, tiny_checkpoint(tmp_path / "wide", 2, hidden_size=64))
 
 
@@ -76,7 +74,6 @@ def test_asyncvllm_says_what_the_trainer_says_by_each_transport(tmp_path, rays, 
 
 
 def test_engines_docs_page_runs_in_vllm_process(tmp_path):
-    """The examples of docs/engines.md run in a process that has vLLM."""
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
     settings = {"VLLM_CPU_CI_ENV": "1"}  # vLLM's own, for tests: it captures graphs and leaves out their compiler
     run(tmp_path, "page", ROOT / "docs/engines.md", checkpoint, **settings)

@@ -23,7 +23,6 @@ STARTS = {
 
 @pytest.mark.parametrize("kind", STARTS)
 def test_api_key_guards_update_routes_and_admits_sender(kind, checkpoint, tmp_path):
-    """Update routes answer 401 without the API key, and a sender that has it updates."""
     make, settings, guarded = STARTS[kind]
     settings = {**settings, "dtype": "float32", "max_model_len": 256, "log_path": tmp_path / "log"}
     with serving(make, checkpoint, **settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:

@@ -35,9 +35,8 @@ def marked(cell):
     return pytest.param(cell, id=cell.name, marks=() if cell.core else pytest.mark.exhaustive)
 
 
-STARTING = [cell for cell in CELLS if not cell.does_not_start]
-FOLLOWING = [marked(cell) for cell in STARTING if not cell.refused]
-REFUSING = [marked(cell) for cell in STARTING if cell.refused]
+FOLLOWING = [marked(cell) for cell in CELLS if not cell.refused]
+REFUSING = [marked(cell) for cell in CELLS if cell.refused]
 
 
 class Trainer:
@@ -183,7 +182,6 @@ def differences(one, other):
 
 @pytest.mark.parametrize("cell", REFUSING)
 def test_engine_that_cannot_follow_refuses_before_weights_travel(cell, tmp_path, noted):
-    """The update is refused with the reason, and the engine serves its old weights or stays paused."""
     trainer = Trainer(cell)
     with started(cell, tmp_path) as engine:
         note_start(noted, cell, engine)

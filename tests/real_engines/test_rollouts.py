@@ -1,17 +1,14 @@
-"""Rollouts from stock servers: the policy, the collector, and the demonstration, which trains."""
+"""Rollouts from real servers: the policy, and the demonstration, which trains."""
 
 import pytest
 import torch
 from tensordict import set_list_to_stack
-from torchrl.collectors.llm import LLMCollector
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
 from tests.control.requests.inputs import TEMPLATE, leaves, prompts
 from tests.models import tiny_model, tiny_tokenizer
 from tests.real_engines.served import demo, sending
-from torchrl_ext.cli.training import Trainer
-from torchrl_ext.rl.versions import MaxLag
 
 pytestmark = pytest.mark.engine
 
@@ -38,32 +35,6 @@ def test_entries_agree_with_torchrls_wrapper_on_the_same_model(served, tmp_path,
             else:
                 assert torch.equal(mine, wanted), key
     assert {number for rows in found["token_versions", "response"] for number in rows.tolist()} == {version}
-
-
-def test_a_collector_follows_two_servers(vllm, second_vllm, checkpoint, tmp_path):
-    trainer, urls = Trainer(checkpoint, group=2), [vllm.url, second_vllm.url]
-    policy = tx.RemoteLLMPolicy(
-        urls, tokenizer=trainer.tokenizer, input_mode="text", generate_kwargs={"max_new_tokens": 8, "ignore_eos": True}
-    )
-    collector = LLMCollector(
-        trainer.task.env(),
-        policy=policy,
-        dialog_turns_per_batch=trainer.task.turns,
-        total_dialog_turns=-1,
-        track_policy_version=True,
-        postproc=MaxLag(0, lambda: sender.version),
-    )
-    with sending("delta", tmp_path, vllm, second_vllm) as sender:
-        sender.register_model(trainer.model)
-        sender.register_collector(collector)
-        rollouts = iter(collector)
-        for bumps in range(1, 4):
-            report = sender.update_weights()
-            batch = next(rollouts)
-            assert batch["token_versions", "response"].unique().tolist() == [report.version]
-            assert collector.policy_version == bumps
-            trainer.step(batch)
-    collector.shutdown()
 
 
 @pytest.mark.parametrize(

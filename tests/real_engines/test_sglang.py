@@ -3,6 +3,7 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 import torchrl_ext as tx
@@ -30,7 +31,6 @@ def assert_untouched(served):
 
 
 def test_in_place_pause_refuses_update_unless_cache_is_kept(serving, tmp_path):
-    """Requests paused in place refuse the update, unless keep_cache accepts the old cache."""
     model, root = tiny_model(57), tmp_path / "updates"
     with ThreadPoolExecutor(1) as pool, sending("disk", root, serving, pause_mode="in_place") as sender:
 
@@ -72,6 +72,15 @@ def test_requests_that_are_frozen_in_place_can_be_ended(serving):
             return future.result()["finish_reason"] == "abort"  # else it was over before
 
         until_met(ended)
+    assert_untouched(serving)
+
+
+def test_a_paused_server_is_healthy_for_its_router(serving):
+    """Its own check of health generates a token, for which it would wait until it is resumed."""
+    httpx.post(f"{serving.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+    for route, status in {"/health": 200, "/ping": 200, "/ready": 503}.items():
+        assert httpx.get(serving.url + route, timeout=5.0).status_code == status
+    httpx.post(f"{serving.url}/continue_generation", json={}).raise_for_status()
     assert_untouched(serving)
 
 

@@ -50,7 +50,6 @@ def turns(served, tmp_path):
 
 
 def test_each_sender_updates_the_engine_after_each_other_sender(turns):
-    """An accepted update is in the engine whichever sender came before, and needs no second call."""
     senders = [turns.sender(route) for route in ROUTES]
     for place in each_after_each(len(senders)):
         senders[place].update()
@@ -59,7 +58,6 @@ def test_each_sender_updates_the_engine_after_each_other_sender(turns):
 
 @pytest.mark.parametrize(("route", "point"), POINTS)
 def test_engine_of_a_dead_trainer_serves_one_version_or_refuses(turns, served, route, point):
-    """An engine whose trainer dies in an update serves one whole version or refuses requests."""
     may_serve(turns, route, point, resume=f"{served.url}{RESUME[served.kind]}")
 
 

@@ -5,7 +5,6 @@ Rank 0 prints the report of each update, with the server resumed, and waits for 
 
 import datetime
 import json
-import os
 import sys
 
 import requests
@@ -22,15 +21,7 @@ from tests.models import tiny_model
 from tests.pages import ROOT, blocks
 
 
-class Dying(HTTPVLLMWeightSyncClient):
-    """The trainer dies when the workers have loaded, and before it says that this was all."""
-
-    def update_weights(self, update_info):
-        super().update_weights(update_info)
-        os._exit(9)
-
-
-def main(rank, world, port, url, transport, settings, seeds, dies):
+def main(rank, world, port, url, transport, settings, seeds):
     torch.set_num_threads(1)
     load_general_plugins()
     assert "torchrl_ext" in WeightTransferTrainerFactory._registry
@@ -46,12 +37,12 @@ def main(rank, world, port, url, transport, settings, seeds, dies):
 
     def first():
         """Make the engine and send: for delta by the first block of the page."""
-        if transport == "delta" and not dies:
+        if transport == "delta":
             code = blocks(ROOT / "docs/vllm_api.md")[0].code
             exec(code.replace("/shared/updates", settings["root"]).replace("http://10.0.0.5:8000", url), space)
             return space["report"]
         told = TorchRLExtTrainerInitInfo(transport, settings, rank=rank)
-        client = (Dying if dies else HTTPVLLMWeightSyncClient)(url)
+        client = HTTPVLLMWeightSyncClient(url)
         space["engine"] = WeightTransferTrainerFactory.trainer_init(told, client=client, source=ModuleSource(model))
         return space["engine"].send_weights()
 

@@ -118,7 +118,6 @@ def test_workers_keep_their_factories_policies_without_one(forked, first):
 
 @pytest.mark.parametrize("transport", sampled(["collective", "delta"], BETWEEN_PROCESSES))
 def test_worker_that_dies_during_a_send_is_named_and_replaceable(forked, transport):
-    """The error names a worker that dies during a send, the other worker is updated, a new one may join."""
     trained, scheme = Mortal(), Scheme(transport, timeout_s=20)
     scheme.init_on_sender(model=trained, num_workers=2)
     with processes(forked, scheme, Mortal, 2) as (pids, pipes):
@@ -231,16 +230,6 @@ def test_single_process_collector_needs_no_scheme_of_its_own():
 # first weights
 
 
-def test_each_worker_can_have_weights_of_its_own():
-    models, scheme = [make_policy(), make_policy()], Scheme("disk")
-    with followers(scheme, models, model=make_policy(3)):
-        scheme.send({0: make_policy(3), 1: make_policy(5)})
-        assert same(models[0].state_dict(), make_policy(3).state_dict())
-        assert same(models[1].state_dict(), make_policy(5).state_dict())
-        with pytest.raises(ConfigError, match=r"no worker 2 of model 'policy'.*\[0, 1\]"):
-            scheme.send(make_policy(), worker_ids=[2])
-
-
 class Tied(nn.Module):
     """Two layers that share a weight, and a buffer that no state dict has."""
 
@@ -322,23 +311,6 @@ def test_what_moves_is_torchrls_machinery(transport):
         assert end.receive() is not None and end.receive() is None  # the trainer has left: there is nothing to wait for
 
 
-def test_receive_blocks_without_a_timeout():
-    policy, model, scheme = make_policy(), make_policy(1), Scheme("memory", timeout_s=0.2)
-    with followers(scheme, [model], model=policy) as (end,):
-        waiting = threading.Event()
-        received = []
-        thread = threading.Thread(target=lambda: waiting.set() or received.append(end.receive()), daemon=True)
-        thread.start()
-        assert waiting.wait(WAIT_S)
-        thread.join(0.5)
-        assert thread.is_alive()
-        train(policy)
-        scheme.send()
-        thread.join(WAIT_S)
-        assert torch.equal(received[0]["module", "0", "weight"], policy.module[0].weight)
-        assert end.receive(timeout=0) is None  # each version once
-
-
 def test_from_backend_makes_schemes_of_registered_names():
     register_backends()
     for name in tx.transports():
@@ -390,7 +362,6 @@ def test_policy_with_other_keys_is_refused_and_the_next_lands(transport):
 
 
 def test_duplicate_worker_and_unknown_model_id_are_refused():
-    """A scheme refuses a second worker of one id, a model of another id, and a worker without a trainer."""
     policy, model, scheme = make_policy(), make_policy(1), Scheme("disk")
     with followers(scheme, [model], model=policy):
         second = pickle.loads(pickle.dumps(scheme))
@@ -400,12 +371,13 @@ def test_duplicate_worker_and_unknown_model_id_are_refused():
             join(second, make_policy(2), 0)
         with pytest.raises(NotConnectedError, match="carries model 'policy', not 'critic'"):
             join(second, make_policy(2), 0, "critic")
+        with pytest.raises(ConfigError, match=r"no worker 2 of model 'policy'.*\[0\]"):
+            scheme.send(make_policy(), worker_ids=[2])
     with pytest.raises(NotConnectedError, match="'actor' has no trainer"):
         join(Scheme("disk"), make_policy(), 0, "actor")
 
 
 def test_workers_that_do_not_connect_are_named(caplog):
-    """The sender names workers that do not connect in time, and does not wait for those that ended."""
     scheme = Scheme("disk", start_timeout_s=0.3)
     scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=3)
     with pytest.raises(DeadlineError, match=r"3 of 3 workers of model 'actor'.*0, 1, 2"):

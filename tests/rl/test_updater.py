@@ -126,7 +126,6 @@ def test_hooks_are_called_after_an_accepted_update_and_raise():
 
 
 def test_pickled_updater_drops_its_collectors_and_hooks():
-    """A pickled updater connects by itself, and has no collectors or hooks of its first process."""
     updater = tx.TransportWeightUpdater("memory", "127.0.0.1:1", channel="here")
     updater.register_collector(make_policy())
     copy = pickle.loads(pickle.dumps(updater))

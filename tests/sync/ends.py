@@ -6,6 +6,7 @@ import torch
 
 import torchrl_ext as tx
 from torchrl_ext.data.weights.derived import as_source
+from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.testing import same_bits
 
 STEPS = ("stage", "begin", "load", "verify", "commit")
@@ -52,3 +53,8 @@ def same(held, weights):
     """Whether two models, or mappings, hold the same tensors, bit for bit."""
     found, wanted = dict(as_source(held)), dict(as_source(weights))
     return found.keys() == wanted.keys() and all(same_bits(found[name], wanted[name]) for name in wanted)
+
+
+def digests(held):
+    """The digest of each tensor of a model, or of a mapping, as engines name them."""
+    return {name: position_digest(tensor).hex() for name, tensor in as_source(held)}

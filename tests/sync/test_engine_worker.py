@@ -11,22 +11,17 @@ from torch import nn
 import torchrl_ext as tx
 from tests.data.sharded.sharded_engine import Together
 from tests.processes import WAIT_S
-from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import EngineError, EngineRefusedError, StaleBaseError, error_info
 from torchrl_ext.base.messages import (
-    Finish,
     Inspect,
     Join,
     Poll,
     Prefetch,
     Rehearse,
     Start,
-    Verify,
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import digest_of, position_digest
 from torchrl_ext.sync.engine_worker import EngineWorker, together
 
 
@@ -58,22 +53,6 @@ def idle(handle):
         return None if {"working": True} in answers else answers
 
     return Deadline(WAIT_S).poll(ask)
-
-
-def test_workers_follow_a_trainer_step_by_step(engine):
-    _, held, handle = engine
-    policy, transport = nn.Linear(3, 2), tx.MemoryTransport()
-    assert handle(invitation(transport, policy, 2)) == [{}, {}]
-    assert idle(handle) == [{}, {}]
-    load = prepared(transport, policy, 1)
-    digests = {name: position_digest(tensor).hex() for name, tensor in as_source(policy)}
-    for message in (Prefetch(version=1), Start(), load, Verify(digests=digests)):
-        assert handle(message) == [{}, {}]
-        assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
-    confirmed = {"version": 1, "digest": digest_of(digests), "workers": 2}
-    assert handle(Finish(version=1)) == [confirmed, confirmed]
-    assert all(torch.equal(module.weight, policy.weight) for module in held)
-    transport.shutdown()
 
 
 def test_a_question_whether_staging_is_over_is_answered_at_once(engine):

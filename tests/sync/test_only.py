@@ -180,24 +180,7 @@ class TestOptimistic:
         sender.shutdown()
 
 
-def test_partial_update_leaves_other_changes_to_whole_update():
-    """Changes outside of `only`, which has the names that are sent, do not arrive before the next whole update."""
-    trained, served = policy(), nn.ModuleDict({"x": policy()})
-    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), mapper={r"(.*)": r"x.\1"})
-    sender.register_model(trained)
-    sender.update_weights()
-    change(trained)
-    report = sender.update_weights(only=["x.b.weight", "x.b.bias"])
-    assert report.part and report.tensors == 2 and report.bytes == sum(p.nbytes for p in trained["b"].parameters())
-    assert torch.equal(served["x"]["b"].weight, trained["b"].weight)
-    assert torch.equal(served["x"]["a"].weight + 1, trained["a"].weight)
-    assert not sender.update_weights().part
-    assert torch.equal(served["x"]["a"].weight, trained["a"].weight)
-
-
 def test_lost_engine_does_not_keep_other_engines_from_parts():
-    """After a reported loss of one engine, the others still take parts; its return sends everything."""
-
     def gone(*_):
         raise EngineUnreachableError("engine-1 is gone")
 

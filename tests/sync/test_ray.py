@@ -52,14 +52,6 @@ def make_net(seed=0):
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def weights_of(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def node_id(_=None):
-    return ray.get_runtime_context().get_node_id()
-
-
 def pid(_):
     return os.getpid()
 
@@ -74,27 +66,14 @@ class EngineActor:
         return function(self.engine)
 
 
-class Trainer:
-    """A sender in an actor, made there with its model."""
-
-    def __init__(self, transport, engine, **settings):
-        self.model = make_net()
-        self.sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
-        self.sender.register_model(self.model)
-
-    def update_weights(self):
-        change(self.model)
-        return weights_of(self.model), self.sender.update_weights()
-
-
 @pytest.fixture(scope="module")
 def actors(cluster):
-    """Starts actors, and ends them."""
+    """Starts actors on another node, and ends them."""
     started = []
 
-    def start(cls, *args, on="rollout", **kwargs):
-        options = {"num_cpus": 0, "resources": {on: 1}, "max_concurrency": 2 if cls is EngineActor else 1}
-        started.append(ray.remote(**options)(cls).remote(*args, **kwargs))
+    def start(cls, *args):
+        options = {"num_cpus": 0, "resources": {"rollout": 1}, "max_concurrency": 2 if cls is EngineActor else 1}
+        started.append(ray.remote(**options)(cls).remote(*args))
         return started[-1]
 
     yield start
@@ -103,23 +82,8 @@ def actors(cluster):
 
 
 @pytest.fixture(scope="module")
-def handles(actors):
-    """Two actors of another node, with an engine each."""
-    return [actors(EngineActor, make_net) for _ in range(2)]
-
-
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_engines_in_actors_of_another_node_follow_the_trainer(handles, transport):
-    assert get(handles[0].apply.remote(node_id)) != node_id()
-    policy = make_net(seed=1)
-    with tx.WeightSender(tx.make_transport(transport), tx.make_engine("ray", engine=handles)) as sender:
-        for _ in range(2):
-            report = sender.update_weights(policy)
-            assert report.verified
-            row = ("ray", "serving", report.version)
-            assert [(found.kind, found.state, found.version) for found in report.engines] == [row] * 2
-            assert all(same(get(handle.apply.remote(weights_of)), policy) for handle in handles)
-            change(policy)
+def handle(actors):
+    return actors(EngineActor, make_net)
 
 
 def test_dead_actor_is_reported_and_the_other_serves_the_version(actors, tmp_path):
@@ -133,10 +97,10 @@ def test_dead_actor_is_reported_and_the_other_serves_the_version(actors, tmp_pat
     assert [row.state for row in failure.value.report.engines] == ["serving", "unreachable"] and same(held, policy)
 
 
-def test_an_actor_that_hangs_is_named_at_the_deadline(handles):
-    engine = ray_engine(handles[0], timeout_s=1.0)
+def test_an_actor_that_hangs_is_named_at_the_deadline(handle):
+    engine = ray_engine(handle, timeout_s=1.0)
     assert engine.info().kind == "ray"
-    stopped = get(handles[0].apply.remote(pid))
+    stopped = get(handle.apply.remote(pid))
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineError, match=r"no answer to 'describe' within 1 s from ray:.*EngineActor"):
@@ -149,8 +113,8 @@ def fail_to_start():
     raise OSError("no room in the actor")
 
 
-def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handles):
-    engine = ray_engine(handles[0])
+def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handle):
+    engine = ray_engine(handle)
     params = [[name, "float32", list(tensor.shape)] for name, tensor in make_net().state_dict().items()]
     with pytest.raises(ConfigError, match="no transport called 'pigeon'"):
         engine.join({"transport": "pigeon", "params": params, "offer": {}})
@@ -158,13 +122,6 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors, handles):
         engine.join({"transport": "disk", "params": [["0.weight", "float32", [16, 9]]], "offer": {}})
     with pytest.raises((EngineRefusedError, EngineUnreachableError), match="no room in the actor"):
         ray_engine(actors(EngineActor, fail_to_start)).info()
-
-
-def test_a_sender_in_an_actor_drives_engines_in_actors(actors, handles, tmp_path):
-    sender = actors(Trainer, "delta", ray_engine(handles[1]), on="trainer", root=tmp_path)
-    for _ in range(2):
-        sent, report = get(sender.update_weights.remote())
-        assert report.verified and same(get(handles[1].apply.remote(weights_of)), sent)
 
 
 def test_outputs_of_an_engine_in_an_actor_are_compared(actors):

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import operator
-from functools import partial
 
 import pytest
 from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 
 import torchrl_ext as tx
+from tests.processes import python
 from tests.sync.ends import made
 from tests.sync.vllm_objects import LLM, Online, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, UpdateError
 from torchrl_ext.control.discovery import as_engine
-from torchrl_ext.sync.local import ray
 
 
 class Other(RLvLLMEngine):
@@ -60,6 +57,19 @@ def test_other_rlvllmengine_implementation_is_refused(make):
     with pytest.raises(ConfigError, match="Other implements RLvLLMEngine"):
         make(engine := Other())
     assert engine.calls == 0
+
+
+def test_without_ray_its_names_say_what_to_install():
+    python(
+        "import sys; sys.modules['ray'] = None\n"
+        "import torchrl_ext as tx\n"
+        "try:\n"
+        "    tx.make_engine('ray', engine=object())\n"
+        "except tx.errors.ConfigError as error:\n"
+        "    assert 'torchrl_ext[ray]' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError"
+    )
 
 
 def test_deadlines_reach_an_llm_in_torchrls_wrapper():
@@ -112,27 +122,3 @@ def test_engine_without_our_plugin_gets_an_install_hint(name, tmp_path):
     with pytest.raises(UpdateError, match=r"without our plugin.*install this package beside vLLM.*VLLM_PLUGINS"):
         tx.WeightSender(tx.DiskTransport(tmp_path), engine).update_weights(talker(1))
     assert says(llm.model, 3, 8) == says(talker(0), 3, 8)
-
-
-class Plain:
-    """Of an actor that does one thing at a time."""
-
-    def __init__(self):
-        self.model = talker(0)
-
-
-class Serving(Plain):
-    """Of an actor that goes on with other calls while one of ours runs."""
-
-    async def generate(self): ...
-
-
-@pytest.mark.parametrize("kind", [Serving, Plain])
-def test_async_actor_answers_by_thread_and_plain_actor_at_once(kind):
-    held, open_port = kind(), partial(ray._open, pick=operator.attrgetter("model"))
-    found = ray.begin(held, open_port, "client", "job", operator.methodcaller("state"))
-    assert (found is None) == (kind is Serving)
-    if found is None:
-        found = Deadline(60).poll(lambda: ray.answer(held, "job"))
-    assert found[0].whole and not ray._jobs
-    ray._ports.clear()

@@ -53,7 +53,6 @@ class TestReport:
         assert json.loads(json.dumps(report.to_json()))["engines"][0]["state"] == "serving"
 
     def test_failed_update_has_a_report_of_its_own(self, tmp_path):
-        """A failed update's report holds no figures of the update before, and its error names one state."""
         policy = {"w": torch.randn(100_000)}
         engine = InProcessEngine({"w": torch.zeros(100_000)})
         with tx.WeightSender(tx.DeltaTransport(tmp_path), Fleet([engine])) as sender:
@@ -106,14 +105,6 @@ class TestRegistration:
                 gc.collect()
         assert "this collector was shut down" in caplog.text
 
-    def test_init_group_derives_metadata_and_takes_a_late_engine(self):
-        policy = nn.Linear(2, 3)
-        for metadata in ({"weight": (torch.float32, (3, 2)), "bias": (torch.float32, torch.Size([3]))}, None):
-            sender = tx.WeightSender(tx.MemoryTransport(), verify=False)
-            sender.register_model(policy)
-            sender.init_all_workers_group(metadata, vllm_engine=InProcessEngine(nn.Linear(2, 3)))
-            assert sender.check_connection() and not sender.update_weights().verified
-
 
 class TestFailures:
     def test_a_root_that_is_no_directory_is_named(self, tmp_path):
@@ -133,12 +124,6 @@ class TestFailures:
         with pytest.raises(UpdateError, match="'bias' of the model differs from what the trainer sent"):
             tx.WeightSender(tx.MemoryTransport(), engine).update_weights(nn.Linear(3, 2))
         assert not engine.serving.is_set()
-
-    def test_a_model_that_cannot_land_is_refused_before_any_pause(self):
-        engine = InProcessEngine(nn.Linear(3, 2))
-        with pytest.raises(UpdateError, match=r"no parameter '0\.weight'"):
-            tx.WeightSender(tx.MemoryTransport(), engine).update_weights(nn.Sequential(nn.Linear(3, 2)))
-        assert engine.serving.is_set()
 
     def test_shutdown_frees_the_transport_when_the_engine_fails(self, tmp_path):
         class Stuck(InProcessEngine):
@@ -232,25 +217,6 @@ class TestFleet:
         assert all(same(model, policy) for model in served) and fleet.each() == (a, b, c)
         with pytest.raises(ConfigError, match="engine 1 is listed twice"):
             Fleet([Fleet([a, b]), b])
-
-    def test_failed_fleet_member_has_a_row_and_the_others_serve(self, tmp_path):
-        """A failed engine has its own row, the others serve, and no version in service is pruned."""
-        served, policy = [nn.Linear(3, 2) for _ in range(2)], nn.Linear(3, 2)
-        loader, stubborn = stubborn_engine(served[0], url="engine 0")
-        with tx.WeightSender(tx.DiskTransport(tmp_path), Fleet([stubborn, InProcessEngine(served[1])])) as sender:
-            sender.update_weights(nn.Linear(3, 2))
-            loader.refusing = True
-            with pytest.raises(UpdateError, match=r"the engine ran out of memory \(engine 0\)") as told:
-                sender.update_weights(policy)
-            assert told.value.what.endswith("; 1 of 2 engines did not take version 2")
-            rows = told.value.rows
-            assert [(row.state, row.version) for row in rows] == [("paused", 1), ("serving", 2)]
-            assert "ran out of memory" in rows[0].error and same(served[1], policy)
-            assert all((tmp_path / f"weight_v00000{version}").is_dir() for version in (1, 2))
-            loader.refusing = False
-            report = sender.update_weights(policy)
-            assert {(row.state, row.version) for row in report.engines} == {("serving", report.version)}
-            assert all(same(model, policy) for model in served)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -1,4 +1,4 @@
-"""The inference client against an embedded engine, and against engines that say what a test wants."""
+"""The inference client against engines that say what a test wants."""
 
 import itertools
 import pickle
@@ -9,7 +9,7 @@ import pytest
 
 from tests.control.servers import in_turn
 from tests.fakes import FakeEngine
-from tests.models import PROMPT, greedy, tiny_model
+from tests.models import PROMPT
 from tests.processes import WAIT_S
 from torchrl_ext.base.errors import (
     ConfigError,
@@ -19,7 +19,8 @@ from torchrl_ext.base.errors import (
     EngineUnreachableError,
     RouteAbsent,
 )
-from torchrl_ext.control.requests.client import Generation, InferenceClient, VersionSpan
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
+from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.serving.processes import free_port
 
 ROUTE = "POST /inference/v1/generate"
@@ -47,43 +48,6 @@ def engines():
             return made
 
         yield make
-
-
-@pytest.fixture
-def client(server):
-    with InferenceClient(server.url) as made:
-        yield made
-
-
-# what is asked for, of an embedded engine
-
-
-def test_generation_has_logprobs_finish_reason_and_versions(client):
-    for asked, count in ((0, 6), (1, 6), (True, 6), (False, 0), (None, 0)):  # as vLLM's: 0 means the sampled token
-        (found,) = client.generate([PROMPT], max_tokens=6, logprobs=asked, ignore_eos=True, seed=1)
-        assert isinstance(found, Generation) and len(found.token_ids) == 6
-        assert len(found.logprobs) == count and max(found.logprobs, default=0) <= 0
-    assert found.finish_reason == "length"
-    assert found.weight_versions == (VersionSpan(version="default", start=0, end=6),)
-    stop = greedy(tiny_model(0), PROMPT, 3)[-1]
-    (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, stop_token_ids=[stop])
-    assert found.finish_reason == "stop" and found.token_ids[-1] == stop
-
-
-def test_a_seed_repeats_a_batch_and_differs_within_it(client):
-    first, again = (client.generate([PROMPT, PROMPT], n=3, max_tokens=12, seed=7) for _ in range(2))
-    assert [one.token_ids for one in first] == [one.token_ids for one in again]
-    assert len({one.token_ids for one in first}) == 6
-    other = client.generate([PROMPT, PROMPT], n=3, max_tokens=12, seed=8_000)
-    assert {one.token_ids for one in other}.isdisjoint(one.token_ids for one in first)
-
-
-def test_bad_prompt_is_refused_and_no_prompts_give_no_results(client):
-    """A bad prompt is refused before any request is sent; an empty list of prompts gives an empty list."""
-    for bad in ([], [0.5]):
-        with pytest.raises(ConfigError, match="prompt 1"):
-            client.generate([PROMPT, bad])
-    assert client.generate([]) == []
 
 
 # aborts
@@ -127,7 +91,6 @@ def test_aborted_request_with_stop_strings_restarts(engines):
 
 
 def test_engines_share_prompts_within_cap_and_order_is_kept(engines):
-    """Engines share the prompts, none has more than its cap, and the answers keep their order."""
     running, most, lock, all_at_once = [0, 0], [0, 0], threading.Lock(), threading.Barrier(8)
 
     def answering(i):
@@ -160,7 +123,6 @@ def test_an_engine_that_stands_still_is_named_by_the_deadline(engines):
 
 
 def test_prompts_of_a_lost_engine_go_to_the_other_engine(engines):
-    """A lost engine's prompts go to the other engine; with none left, the error names both."""
     lost, left = engines(whole(1), whole(2))
     for _ in range(20):
         lost.inject("lose", ROUTE)
@@ -174,7 +136,6 @@ def test_prompts_of_a_lost_engine_go_to_the_other_engine(engines):
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_engine_answering_unavailable_is_retired_temporarily(engines, status):
-    """An engine that cannot answer now gets no requests for retire_s seconds; other engines serve them."""
     busy, free = engines(in_turn((status, {"detail": "later"}), whole(2)), whole(1))
     for retire_s, then in ((60.0, (1,)), (0.0, (2,))):
         busy.calls.clear()
@@ -185,7 +146,6 @@ def test_engine_answering_unavailable_is_retired_temporarily(engines, status):
 
 
 def test_persistent_client_alone_retries_until_the_deadline(engines, caplog):
-    """Only a persistent client repeats a request after a temporary refusal, until its deadline."""
     later = (503, {"detail": "nobody is behind this router"})
     (router,) = engines(in_turn(later, later, later, whole(1)))
     with InferenceClient(router.url, persistent=True) as client:
@@ -199,7 +159,6 @@ def test_persistent_client_alone_retries_until_the_deadline(engines, caplog):
 
 
 def test_missing_generate_route_error_hints_at_connect():
-    """A 404 from an engine of another kind raises RouteAbsent, whose hint names InferenceClient.connect."""
     with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url)) as client:
         with pytest.raises(RouteAbsent, match="answered 404") as refused:
             client.generate([PROMPT], max_tokens=2)
@@ -257,7 +216,6 @@ def test_each_prompt_has_its_session_and_its_cache_version(engines):
 
 
 def test_close_ends_running_requests_and_next_call_reconnects(engines):
-    """Closing a client ends its running requests; a later call opens a new connection."""
     arrived, leave, said = threading.Event(), threading.Event(), []
 
     def slow(body):
@@ -284,3 +242,18 @@ def test_close_ends_running_requests_and_next_call_reconnects(engines):
     for one in (client, pickle.loads(pickle.dumps(client))):
         assert len(one.generate([PROMPT], max_tokens=2)) == 1
         one.close()
+
+
+def test_tokenize_and_detokenize_requests_go_to_an_engine():
+    """SkyRL's client sends them to an engine that answers, since the router has no route for them."""
+    told = {"finish_reason": {"type": "length"}, "weight_version": "1"}
+    with FakeEngine("sglang") as router, FakeEngine("sglang") as engine, FakeEngine("sglang") as gone:
+        gone.close()
+        router.answers["POST /generate"] = (200, {"output_ids": [3, 4], "meta_info": told})
+        engine.answers["POST /detokenize"] = lambda body: (200, {"text": " ".join(map(str, body["tokens"]))})
+        engine.answers["POST /tokenize"] = (200, {"tokens": [5, 6]})
+        urls = [gone.url, engine.url]
+        client = RemoteInferenceClient(proxy_url=router.url, server_urls=urls, kind="sglang", timeout_s=30)
+        assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
+        assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
+        client.close()

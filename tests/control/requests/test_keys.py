@@ -34,7 +34,6 @@ def guarded(make, *keys):
 
 
 def test_sglang_with_separate_user_and_admin_keys_is_driven():
-    """An SGLang server with one key for requests and another for control is found, paused and resumed."""
     with guarded("sglang", "user", "admin") as (url, fake):
         fleet = tx.connect(url, api_key=("user", "admin"))
         (info,) = tx.discover(url, api_key=("user", "admin"))

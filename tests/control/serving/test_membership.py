@@ -119,19 +119,27 @@ def test_pools_keep_the_engines_that_they_were_started_with(routers, urls, caplo
     assert f"keeps its prefill and decode pools, although {urls[0]} changed" in caplog.text
 
 
-def test_a_router_that_does_not_answer_is_an_error(urls):
+def test_reports_of_failed_updates_are_followed_or_it_is_said(urls):
     with serving(Gateway()) as router:
         routing = Routing(infos(urls), router=router.url)
-    good = report(*((url, "serving", 1) for url in urls))
+    rows = [(url, "serving", 2) for url in urls]
+    good = report(*rows)
     for call in (lambda: routing.follow(good), routing.following(lambda: good)):
         with pytest.raises(EngineUnreachableError, match=router.url):
             call()
 
     def failing():
-        raise UpdateError("one engine is lost", report=good)
+        raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *rows[1:], version=2))
 
-    with pytest.raises(UpdateError, match="is lost"):
+    with pytest.raises(UpdateError, match="is lost"):  # rather than the router's error
         routing.following(failing)()
+    with serving(Gateway()) as router, Routing(infos(urls), router=router.url, update_weights=False) as routing:
+        assert routing.following(lambda: good)().version == 1
+        with pytest.raises(UpdateError):
+            routing.following(failing)()
+        assert listed(router.url) == set(urls[1:])
+        with pytest.raises(ConfigError, match="'default' does not follow the trainer"):
+            routing.fleet()
 
 
 VLLMS = "vllm_router.launch_router --policy=consistent_hash"
@@ -150,7 +158,6 @@ SGLANGS = "sglang_router.launch_router --policy=manual --disable-retries"
     ],
 )
 def test_engines_get_the_router_of_their_kind_or_the_named_one(urls, routers, kind, settings, own):
-    """Engines get the router of their kind or the named one, without the API key in its command."""
     with Routing([EngineInfo(url=urls[0], kind=kind)], **settings):
         command = routers.specs[0].command(1)
     assert set(own.split()) <= set(command) and command[-2:] == ["--worker-urls", urls[0]]
@@ -178,7 +185,6 @@ def test_pools_are_told_the_port_where_they_meet(urls, routers, kind, flag, port
 
 
 def test_unroutable_engines_and_settings_are_refused_early(urls, routers):
-    """Engines or settings that one router cannot serve are refused before any router is started."""
     vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
     for engines, more, words in (
         ([sglang], {"make": "nginx"}, "'nginx'"),
@@ -200,17 +206,3 @@ def test_external_engines_are_one_model():
         assert listed(job.model("default").url) == {engine.url}
         with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):
             job.model("critic")
-
-
-def test_the_report_of_a_failed_update_is_followed_too(urls):
-    def failing():
-        raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *good[1:], version=2))
-
-    good = [(url, "serving", 2) for url in urls]
-    with serving(Gateway()) as router, Routing(infos(urls), router=router.url, update_weights=False) as routing:
-        assert routing.following(lambda: report(*good))().version == 1
-        with pytest.raises(UpdateError):
-            routing.following(failing)()
-        assert listed(router.url) == set(urls[1:])
-        with pytest.raises(ConfigError, match="'default' does not follow the trainer"):
-            routing.fleet()

@@ -65,7 +65,6 @@ def gone(pid, within_s=20.0):
 
 
 def test_server_stop_ends_children_and_removes_unnamed_log():
-    """A server starts and logs; its end also ends its children and removes a log without a given path."""
     with started(STUBBORN) as server:
         child = int(httpx.get(server.url).text)
         assert server.alive() and psutil.pid_exists(server.pid) and psutil.pid_exists(child)
@@ -110,7 +109,6 @@ def test_server_that_ends_while_starting_shows_its_log(tmp_path):
 
 
 def test_missing_program_or_log_folder_leaves_no_file_behind(tmp_path, monkeypatch):
-    """A program or log folder that does not exist is an error, and no temporary file stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match="/no/such/program"):
         GuardedProcess(["/no/such/program"], name="toy", url=NOWHERE)
@@ -203,7 +201,6 @@ def test_a_server_ends_with_its_guard():
 
 
 def test_server_environment_has_given_variables_and_no_own_path():
-    """A server gets the environment variables it is given, and no import path of this package."""
     code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p])"
     command = [sys.executable, "-I", "-c", code]
     with GuardedProcess(command, name="toy", url=NOWHERE, environ={"ASKED": "yes"}) as server:

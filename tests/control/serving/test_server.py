@@ -26,7 +26,7 @@ def taken():
         yield listener.getsockname()[1]
 
 
-def test_missing_directory_and_port_in_use_are_refused(tmp_path, taken):
+def test_absent_folders_taken_ports_and_half_pools_are_refused(tmp_path, taken):
     settings = {"port": taken, "python": sys.executable}
     for server in (EmbeddedServer, VLLMServer, SGLangServer):
         with pytest.raises(ConfigError, match="nothing is not a directory"):
@@ -35,10 +35,12 @@ def test_missing_directory_and_port_in_use_are_refused(tmp_path, taken):
             server(tmp_path, **settings)
     with pytest.raises(ConfigError, match=rf"port {taken} cannot be used"):
         RouterProcess(["http://127.0.0.1:1"], **settings)
+    for others, words in (((), "prefill engines only"), (("http://h:1",), "pools and regular engines")):
+        with pytest.raises(ConfigError, match=words):
+            RouterProcess(others, prefill=["http://h:2"], decode=others)
 
 
 def test_missing_engine_package_is_named_with_its_remedy(tmp_path, monkeypatch):
-    """An error names the package that is missing and says how another Python can provide it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for starts, words in (
         (lambda: VLLMServer(tmp_path), r"has no vllm\b(.|\n)*python=(.|\n)*torchrl-ext serve vllm"),
@@ -73,23 +75,6 @@ def test_free_port_is_usable_while_a_forked_child_holds_a_copy(monkeypatch):
     held[0].close()
 
 
-@pytest.mark.parametrize(
-    ("spec", "worker_type", "role"),
-    [
-        (VLLMSpec, "regular", {}),
-        (VLLMSpec, "decode", {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}}),
-        (SGLangSpec, "regular", {}),
-        (
-            SGLangSpec,
-            "prefill",
-            {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": ANY},
-        ),
-    ],
-)
-def test_workers_of_each_type_have_their_settings(spec, worker_type, role):
-    assert spec.role(worker_type) == role
-
-
 @dataclass(frozen=True, kw_only=True)
 class Broken(ServerSpec):
     """A server that says where its plugin was, and ends."""
@@ -111,11 +96,14 @@ def test_plugin_folder_is_removed_when_the_server_cannot_start(plugin):
     assert (folder != "None") == plugin and not Path(folder).exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 64])
-def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, workers):
-    spec = SGLangSpec(tmp_path, cpu=True, tensor_parallel_size=workers)
-    found = spec.variables().get("SGLANG_CPU_OMP_THREADS_BIND")
-    assert found is None if workers == 1 else len(found.split("|")) == workers
+@pytest.mark.parametrize(
+    ("spec", "flags"),
+    [(VLLMSpec, "--enable-sleep-mode"), (SGLangSpec, "--enable-memory-saver --enable-weights-cpu-backup")],
+)
+def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, spec, flags):
+    for cpu, wanted in ((False, True), (False, False), (True, True)):
+        command = spec(tmp_path, cpu=cpu, sleep_mode=wanted).command(1)
+        assert (flags in " ".join(command)) is (wanted and not cpu)
 
 
 @pytest.mark.parametrize("cpu", [False, True])
@@ -126,11 +114,20 @@ def test_our_plugins_join_a_users_allow_list(tmp_path, monkeypatch, spec, variab
     assert found == ["theirs", "torchrl_ext", *(["torchrl_ext_cpu"] if cpu else [])]
 
 
-@pytest.mark.parametrize(("workers", "told", "expected"), [(1, None, None), (2, None, "cores"), (2, "3", "3")])
-def test_workers_of_a_vllm_on_a_cpu_share_its_cores(tmp_path, monkeypatch, workers, told, expected):
+def test_workers_on_a_cpu_share_its_cores(tmp_path, monkeypatch):
+    def told(spec, variable, workers):
+        return spec(tmp_path, cpu=True, tensor_parallel_size=workers).variables().get(variable)
+
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if told is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
-    found = VLLMSpec(tmp_path, cpu=True, tensor_parallel_size=workers).variables().get("OMP_NUM_THREADS")
-    shared = max(1, len(os.sched_getaffinity(0)) // workers)
-    assert found == (str(shared) if expected == "cores" else expected)
+    assert told(VLLMSpec, "OMP_NUM_THREADS", 1) is told(SGLangSpec, "SGLANG_CPU_OMP_THREADS_BIND", 1) is None
+    for workers in (2, 64):
+        assert told(VLLMSpec, "OMP_NUM_THREADS", workers) == str(max(1, len(os.sched_getaffinity(0)) // workers))
+        assert len(told(SGLangSpec, "SGLANG_CPU_OMP_THREADS_BIND", workers).split("|")) == workers
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert told(VLLMSpec, "OMP_NUM_THREADS", 2) == "3"
+
+
+def test_workers_of_each_type_have_their_settings():
+    assert VLLMSpec.role("regular") == SGLangSpec.role("regular") == {}
+    assert VLLMSpec.role("decode")["kv_transfer_config"]["kv_role"] == "kv_consumer"
+    assert SGLangSpec.role("prefill") == {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": ANY}

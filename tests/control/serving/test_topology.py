@@ -63,7 +63,6 @@ def test_a_file_is_resolved_to_engines_with_their_devices(tmp_path, caplog):
 
 
 def test_update_weights_auto_compares_path_with_trainer():
-    """update_weights keeps a given bool; auto means that the model path is the trainer's path."""
     for said, path, meant in (
         ("auto", "/models/../models/policy/", True),
         ("auto", "/other", False),
@@ -178,7 +177,6 @@ def test_keys_of_sglang_stand_on_no_command_line(tmp_path, admin):
     [(2, None, "1"), (2, "GPU-8e1b, GPU-07aa", "GPU-07aa"), (0, "4,5", None), (1, "4,-1", ConfigError)],
 )
 def test_engine_devices_use_names_of_job_visible_devices(see, count, visible, device):
-    """An engine's device has its name in the job's CUDA_VISIBLE_DEVICES; a missing device is refused."""
     see(count, visible)
     refused = pytest.raises(ConfigError, match=r"a/regular/0: .*device 1 of the job.*one of the 1 .*DEVICES=4")
     with refused if device is ConfigError else nullcontext():
@@ -210,7 +208,6 @@ def test_overrides_become_fields_or_arguments_of_the_server(see):
     ],
 )
 def test_unsupported_engine_argument_names_the_planned_engine(kind, overrides, gpus, words):
-    """A plan that the engine has no argument for is refused under the name of the planned engine."""
     with pytest.raises(ConfigError, match=rf"a/regular/0: .*{words}"):
         plan(kind=kind, overrides=overrides, gpus=gpus).spec({})
 

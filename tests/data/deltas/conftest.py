@@ -1,7 +1,5 @@
 """Every implementation of the kernels, each on the kind of device that it can be tried on here."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

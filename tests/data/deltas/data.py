@@ -1,39 +1,18 @@
 """Pairs of tensors that try a codec: every dtype, many densities, bit patterns of all kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext import testing
 from torchrl_ext.base.types import ParamMeta, dtype_name
 from torchrl_ext.data.deltas.codec_loops import steps_between
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_of, units
 
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+DTYPES = [*testing.DTYPES, torch.uint16, torch.complex64, torch.complex128]
 
 
 def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -84,3 +63,30 @@ def pairs(dtype: torch.dtype, sizes: tuple[int, ...] = (0, 1, 63, 64, 4097, 20_0
         cluster = torch.zeros(count, dtype=torch.bool)
         cluster[count // 3 : count // 3 + 300] = True
         yield meta, old, small_steps(old, cluster, generator)
+
+
+class Listed:
+    """What `Patcher.stage` uses of a transport's changes: one patch of each stream that changes.
+
+    Args:
+        patches: one per tensor, all of one kind.
+        digests: digest of every tensor at the end, 32 hex digits, by name.
+    """
+
+    def __init__(self, *patches, digests=None):
+        self._patches, self.digests = patches, digests or {}
+
+    def patches(self, wanted):
+        table = ParamTable.of(patch.meta for patch in self._patches)
+        wants = {patch.meta.name: wanted(patch.meta.name) for patch in self._patches if patch.positions.size}
+        for number, stream in enumerate(table.streams):
+            own = [self._patches[param] for param in stream.params]
+            if not any(wants.get(patch.meta.name) for patch in own):
+                continue
+            firsts = zip(stream.first[:-1], own, strict=True)
+            positions = np.concatenate([first + one.positions for first, one in firsts])
+            values = np.concatenate([patch.values for patch in own])
+            yield StreamPatch(table, number, 0, stream.size, positions, values, own[0].steps)
+
+    def whole(self, names):
+        return iter(())

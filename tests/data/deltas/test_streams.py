@@ -1,7 +1,5 @@
 """What changed in a model, found stream by stream, against a comparison of tensor with tensor."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

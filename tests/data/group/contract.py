@@ -1,7 +1,5 @@
 """What every carrier promises to a group; a carrier's own tests derive from `CarrierContract`."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

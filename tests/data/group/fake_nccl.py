@@ -5,8 +5,6 @@ return, a first transfer of two ranks that is posted once both are there, stream
 spin until an abort, after which all looks as if it had landed.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import sys

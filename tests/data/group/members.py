@@ -1,7 +1,5 @@
 """Members of a collective group, most of them in this process; and sources that break or stop."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Where ranks meet: addresses, secrets, notes that say anything, and locks of the process."""
 
-from __future__ import annotations
-
 import re
 import socket
 import sqlite3
@@ -118,10 +116,7 @@ def test_trainer_answer_raises_only_known_errors_in_workers(kept):
         kept[0].set("answer", {"kind": kind, "error": "boo"})
         with pytest.raises(raised, match="the trainer formed no group: boo"):
             wait_for_admission(kept)
-
-
-def test_two_processes_of_one_rank_are_told_apart(kept):
-    kept[0].set("answer", {"peers": ["the trainer", "pid 2"]})
+    kept[0].set("answer", {"peers": ["the trainer", "pid 2"]})  # of another process that has this one's rank
     with pytest.raises(ConfigError, match="pid 2 is rank 1, too"):
         wait_for_admission(kept)
 

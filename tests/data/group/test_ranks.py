@@ -1,7 +1,5 @@
 """Trainer ranks follow rank 0 through its updates, which fail on all ranks if on one: over each kind of store."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import tempfile
@@ -245,25 +243,15 @@ class TestWaits:
             pytest.fail("no other rank can take part")
 
 
-class TestAlone:
-    def test_a_trainer_of_one_rank_posts_nothing(self):
-        ranks = TrainerRanks("alone", PATIENT_S)
-        assert (ranks.rank, ranks.size, ranks.drives) == (0, 1, True)
-        with ranks.leading() as session:
-            assert ranks.session is session and session.ask("echo") == []
-            session.order("gather")
-            session.settle()
-        assert ranks.session.answers() == []
-
-    def test_rank_without_group_gathers_and_assumes_success(self, stored):
-        ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
-        assert not ranks.drives
-        assert ranks.following(lambda: {"gather": ran.append}) is None
-        assert ran == [{}]
-        with pytest.raises(ManifestError):
-            ranks.following(lambda: {"gather": fail})
-        with pytest.raises(TransportError, match="leads no update"):
-            stored.trainer()[0].session.order("echo")
+def test_rank_without_group_gathers_and_assumes_success(stored):
+    ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
+    assert not ranks.drives
+    assert ranks.following(lambda: {"gather": ran.append}) is None
+    assert ran == [{}]
+    with pytest.raises(ManifestError):
+        ranks.following(lambda: {"gather": fail})
+    with pytest.raises(TransportError, match="leads no update"):
+        stored.trainer()[0].session.order("echo")
 
 
 def leads_for_ever(path):

@@ -1,7 +1,5 @@
 """The key store of a connection: both ends, over TCP and a Unix socket; deaths, strangers, and messages of any kind."""
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets
@@ -21,7 +19,7 @@ from tests.control.sockets import talking
 from tests.data.group.members import SHORT_S, WAIT_S, beside
 from tests.hostile import worse_text
 from tests.processes import calling, finished, running_python
-from torchrl_ext.base.deadline import Deadline, in_thread
+from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import store
@@ -89,18 +87,6 @@ def test_a_wait_ends_with_value_deadline_or_stop(stores):
         first, second, _ = beside(*waits, lambda: [stores[-1].set(f"later {n}", n + 1) for n in (1, 0)])
         assert (first, second) == (1, 2)
         stores[0].drop("later 0"), stores[0].drop("later 1")
-
-
-def test_a_wait_blocks_no_other_question():
-    with ends() as stores:
-        stop = threading.Event()
-        waits = [in_thread(lambda one=one: one.find("absent", Deadline(WAIT_S, stop=stop)), "wait") for one in stores]
-        for one in stores:
-            for number in range(50):
-                one.set("a", number)
-                assert one.find("a") == number
-        stop.set()
-        assert [wait.result(WAIT_S) for wait in waits] == [None] * 3
 
 
 @pytest.mark.parametrize("by", [0, 1])

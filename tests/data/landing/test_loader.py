@@ -1,13 +1,11 @@
 """How weights land in modules, TensorDicts and mappings: each name of an update, or none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import torchrl_ext as tx
-from tests.data.landing.changes import Listed
+from tests.data.deltas.data import Listed
 from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError
 from torchrl_ext.data.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.data.weights.derived import as_source
@@ -94,7 +92,6 @@ class Policy(nn.Module):
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_tied_tensor_and_non_persistent_buffer_land_in_place(tmp_path, name):
-    """Changes of a tied tensor, under either name, and of a non-persistent buffer land in place."""
     own, theirs = Policy(0), Policy(1)
     sender = tx.WeightSender(tx.DeltaTransport(tmp_path), InProcessEngine(theirs))
     for step in range(3):

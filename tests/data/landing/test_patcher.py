@@ -1,14 +1,13 @@
-"""Changes land where a loader would have put them: whatever it narrows, turns, stacks and fuses."""
+"""Changes land where a loader would have put them: whatever it narrows, turns, stacks and fuses; and where that is."""
 
 import pytest
 import torch
 
-from tests.data.deltas.data import diff, random_bits, steps_of
+from tests.data.deltas.data import Listed, diff, random_bits, steps_of
 from tests.data.deltas.data import patch_of as made
-from tests.data.landing.changes import Listed
 from tests.lag.device import waits
 from torchrl_ext.base.deadline import in_thread
-from torchrl_ext.base.errors import IntegrityError, NotConnectedError
+from torchrl_ext.base.errors import IntegrityError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas import loops, torch_ops
 from torchrl_ext.data.deltas.torch_ops import kernels_on
@@ -167,7 +166,6 @@ class Watched:
 
 
 def test_patcher_reads_tensors_back_before_pauses_only():
-    """A patcher digests nothing in pauses and reads every tensor back before them over several versions."""
     generator, old, kernels = torch.Generator().manual_seed(0), state(1), Watched()
     live = copy_of(old)
     patcher = Patcher(identity(live), kernels)
@@ -213,7 +211,6 @@ def test_damage_found_before_a_pause_fails_commit_unwritten():
 
 @pytest.mark.parametrize("how", ["data", "parameter"])
 def test_parameters_replaced_after_staging_fail_the_commit(how):
-    """A commit is refused when parameters were replaced after staging; staging again then works."""
     module = torch.nn.Linear(3, 2)
     old = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     loader, new = TensorsLoader(module), {name: tensor + 1 for name, tensor in old.items()}
@@ -304,3 +301,92 @@ def test_a_list_other_than_staged_is_no_proof_of_itself(own):
     compare(patcher.stage(change), change.digests)
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         patcher.commit()
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+METAS = [ParamMeta(name, torch.float32, shape) for name, shape in SIZES.items()]
+
+
+def test_every_written_element_is_counted_fills_included():
+    model = Engine(lambda shape: meta(*shape), 1, 2)
+    placement = record(model.load_weights, METAS, model.params)
+    assert placement.written == {name: one.numel() for name, one in model.params.items()}
+    assert placement.sources("qkv") == ("q", "k", "v") and placement.nowhere() == ()
+    assert record(model.load_weights, METAS[:1], model.params).written["qkv"] == 24
+    assert record(lambda pairs: list(pairs), METAS[:2], {"p": meta(2)}).nowhere() == ("q", "k")
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        (ParamMeta("stranger", torch.float32, (1,)), r"stranger float32.*KeyError"),
+        (ParamMeta("norm", torch.float32, (1,)), "another shape"),  # which would broadcast
+    ],
+)
+def test_tensors_that_a_loader_does_not_take_are_refused(param, words):
+    model = Engine(lambda shape: meta(*shape), 0, 1)
+    with pytest.raises(ManifestError, match=words):
+        record(model.load_weights, [param], model.params)
+
+
+def test_computed_values_are_attributed_and_marked():
+    target = {"stack": meta(2, 3), "scale": meta(1)}
+
+    def load(pairs):
+        held = dict(pairs)
+        target["stack"].copy_(torch.stack([held["a"], held["b"] * 2]))
+        target["scale"].fill_(held["s"].item())
+
+    params = [ParamMeta(name, torch.float32, (3,)) for name in "ab"] + [ParamMeta("s", torch.float32, ())]
+    placement = record(load, params, target)
+    assert [landing.exact for name in "abs" for landing in placement.landings[name]] == [False] * 3
+    assert placement.sources("stack") == ("a", "b") and placement.sources("scale") == ("s",)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kept"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.int8, torch.float32, False),
+        (torch.int8, torch.int32, True),
+        (torch.bool, torch.int8, False),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, True),
+    ],
+)
+def test_a_cast_is_lossy_only_where_values_are_lost(source, target, kept):
+    own = {"p": meta(4, dtype=target)}
+    placement = record(
+        lambda pairs: [own["p"].copy_(tensor) for _, tensor in pairs], [ParamMeta("w", source, (4,))], own
+    )
+    lossy = [] if kept else [("w", "p")]
+    assert [(param.name, landing.param) for param, landing in placement.lossy()] == lossy
+
+
+def test_a_live_copy_that_a_layer_derives_keeps_its_values():
+    """As SGLang's latent attention, which computes with a part of a weight that it copies after loading."""
+    weight, derived = meta(4, 6), torch.ones(2, 6)
+
+    def load(pairs):
+        for _, tensor in pairs:
+            weight.copy_(tensor)
+        derived.copy_(weight[:2] * 2)
+
+    placement = record(load, [ParamMeta("w", torch.float32, (4, 6))], {"weight": weight})
+    assert [landing.param for landing in placement.landings["w"]] == ["weight"]
+    assert torch.equal(derived, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("spread", [lambda tensor: tensor.expand(4, 3), lambda tensor: tensor.unfold(0, 2, 1)])
+def test_copy_to_several_places_is_not_an_exact_landing(spread):
+    source = ParamMeta("scale", torch.float32, (3,))
+    target = meta(*spread(torch.empty(3)).shape)
+    placement = record(lambda pairs: [target.copy_(spread(tensor)) for _, tensor in pairs], [source], {"own": target})
+    (landing,) = placement.landings["scale"]
+    assert not landing.exact and landing.param == "own" and placement.written["own"] == target.numel()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.data.sharded.plans import partition
+from tests.data.sharded.test_plan import partition
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.landing.sliced import Sliced, part_of
@@ -98,7 +98,6 @@ def random_view(rng, shape):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False))
 def test_random_views_read_full_tensor_or_name_missing_block(mode, rng):
-    """Nested views hold the values of the full tensor, or the error names the block that did not come."""
     with mode():
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
         held = [block for block in partition(rng, shape, rng.randint(1, 4)) if rng.random() < 0.8]
@@ -121,22 +120,12 @@ def test_random_views_read_full_tensor_or_name_missing_block(mode, rng):
 
 @pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
 def test_cast_of_partial_tensor_keeps_its_blocks(change, mode):
-    """A cast of a partial tensor holds the cast blocks and still refuses reads of missing ones."""
     full = made((8, 6))
     part, expected = change(sliced(full, ((2, 2), (4, 6)), ((6, 1), (8, 3)))), change(full)
     assert isinstance(part, Sliced) and part.dtype == expected.dtype and part.shape == expected.shape
     assert torch.equal(part[2:4, 2:4] + 0, expected[2:4, 2:4])
     with pytest.raises(IntegrityError):
         part[0] + 0
-
-
-def test_a_copy_casts_as_a_copy_of_a_full_tensor_does(mode):
-    full = torch.randn(8, 6)
-    found = torch.empty(3, 6, dtype=torch.bfloat16)
-    found.copy_(whole(full)[2:5])
-    assert torch.equal(found, full[2:5].to(torch.bfloat16))
-    assert torch.equal(whole(full)[2:5].to(torch.float64) + 0, full[2:5].to(torch.float64))
-    assert torch.equal(whole(full).view(torch.int32) + 0, full.view(torch.int32))
 
 
 def test_a_tensor_without_dimensions_is_there_or_not(mode):

@@ -1,7 +1,5 @@
 """Trainer ranks that hold blocks of a small model, for tests of deltas that several ranks write."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@ Each worker holds a slice of every tensor, lands what comes in live memory, and 
 in a real engine. It is driven by messages over a socket; `SocketPort` is the client's end.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Ranks are processes; the engines (`tests.data.sharded.sharded_engine`) have two workers each, in threads of rank 0.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 

@@ -4,8 +4,6 @@ Whatever dies, no engine ever serves a mixture, everybody else comes out of the 
 update brings all that is left to the trainer's weights.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

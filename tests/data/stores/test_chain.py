@@ -1,27 +1,21 @@
-"""Chains of versions: the route that costs least, what may be collected, and what readers read."""
-
-from __future__ import annotations
+"""Chains of versions: the route that costs least, what may be collected, what readers read, and what is new to them."""
 
 import errno
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.data.stores.test_manifest import both
+from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, StoreError
-from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.stores.follower import Follower
 from torchrl_ext.data.stores.local import LocalStore
-from torchrl_ext.data.stores.manifest import version_name
+from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, version_name
 from torchrl_ext.data.stores.store import MemoryStore
-from torchrl_ext.data.versions.full import FullWriter
-from torchrl_ext.data.versions.owned import Owned
-from torchrl_ext.data.versions.writer import ChainWriter
-from torchrl_ext.data.weights.source import MappingSource
 
 EMPTY = both(0)
 
@@ -101,24 +95,7 @@ TestChains = Chains.TestCase
 TestChains.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-def test_routes_that_are_not_there_are_refused():
-    chain = Chain(MemoryStore())
-    with pytest.raises(FileNotFoundError):
-        chain.route(2)
-    chain.store.put(f"{version_name(1)}/manifest.json", document(1, full=True))
-    for base, said in ((1, "'other'"), (2, "is missing")):
-        change = delta(base + 1, base_run="other")
-        chain.store.put(f"{version_name(base + 1)}/manifest.json", document(base + 1, delta=change))
-        if base == 2:
-            chain.store.delete(version_name(2))
-            chain.known.clear()
-        with pytest.raises(IntegrityError, match=said):
-            chain.route(base + 1)
-    assert Chain(MemoryStore()).collect() == []
-
-
 def test_versions_are_sorted_and_the_pointer_moves_forward_only(tmp_path):
-    """Versions are listed oldest first, and the pointer to the latest one never moves back."""
     for name in (*map(version_name, (999_999, 3, 1_000_000)), "weight_v7", "weight_v00000x", "other"):
         (tmp_path / name).mkdir()
     assert Chain(LocalStore(tmp_path)).numbers() == [3, 999_999, 1_000_000]
@@ -160,26 +137,33 @@ def test_second_trainer_without_file_locks_ousts_the_first(tmp_path, monkeypatch
     first.store.disown(), second.store.disown()
 
 
-class Counting(LocalStore):
-    """A local store that counts the manifests that are read through it."""
-
-    manifests = 0
-
-    def open(self, key):
-        self.manifests += key.endswith("manifest.json")
-        return super().open(key)
+def publish(chain, number, run="r"):
+    manifest = Manifest(version=number, run_id=run, params=(), files={}, full=())
+    chain.store.put(f"{version_name(number)}/{MANIFEST}", manifest.to_bytes())
+    chain.store.put("latest", f"{number} {run}\n".encode())
 
 
-def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
-    store = Counting(tmp_path / "root")
-    store.own()
-    chain, own = Chain(store), {"w": torch.zeros(20)}
-    owner, settings = Owned(encodings.make("ulp"), FullWriter(1 << 20)), {"base": None, "keep_files": False}
-    writer = ChainWriter(store, chain, "r", owner, keyframe_every=3, **settings)
-    for version in range(1, 9):
-        own["w"][version] += 1
-        writer.publish(MappingSource(own), version)
-        writer.acknowledge()
-    assert (store.manifests, chain.numbers()) == (0, [7, 8])
-    Chain(store).collect()  # another process does not know what they are
-    assert store.manifests > 0
+@pytest.fixture
+def chain():
+    return Chain(MemoryStore())
+
+
+@pytest.mark.parametrize(
+    ("seen", "new"), [(None, True), (("r", 3), False), (("", 3), False), (("r", 2), True), (("q", 3), True)]
+)
+def test_a_version_is_new_by_its_number_or_its_run(chain, seen, new):
+    assert Follower(chain).newer(chain.version, Deadline(0.0), seen) is None
+    publish(chain, 3, "q")
+    assert chain.version(3).run_id == "q"
+    publish(chain, 3)  # of the run that has the root now
+    found = Follower(chain).newer(chain.version, Deadline(0.0), seen)
+    assert (found is not None) == new and (found is None or (found.run_id, found.version) == ("r", 3))
+
+
+def test_an_announced_version_is_waited_for(chain):
+    def looks(within):
+        yield
+        publish(chain, 2)
+        yield
+
+    assert Follower(chain, looks).reach(2, chain.version, Deadline(0.0)).version == 2

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -10,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.processes import WAIT_S, calling, python, running_python
+from tests.processes import WAIT_S, calling, running_python
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.data.stores.local import PROBE, LocalStore
 
@@ -72,22 +70,6 @@ def test_write_error_names_the_file_and_not_its_temporary(store):
     name = "k" * 250  # which leaves no room for more
     with pytest.raises(StoreError, match=f"cannot write {store.url}/{name}: "):
         store.put(name, b"")
-
-
-def draft_within_a_limit(root):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-    try:
-        with LocalStore(root).draft("folder") as draft:
-            draft.write("file", bytes(2000))
-    except StoreError as error:
-        print(error)
-
-
-def test_a_limit_on_the_size_of_files_is_named_as_a_cause(tmp_path):
-    said = python(calling(draft_within_a_limit, str(tmp_path)))
-    assert f"room for one more version under {tmp_path}" in said
-    assert "a quota or a limit" in said
 
 
 def own_and_fork(root, child_disowns):
@@ -156,7 +138,6 @@ def descriptors(free):
 
 
 def test_undeleted_folder_is_removed_before_the_next_version(store):
-    """A folder whose removal failed is removed when the writer next owns the store."""
     with store.draft("folder") as draft:
         draft.write("file", b"1")
     with descriptors(0):
@@ -174,9 +155,3 @@ def test_a_root_whose_temporaries_cannot_be_listed_stays_free(store):
     other = LocalStore(store.root)
     other.own()
     other.disown()
-
-
-def test_a_store_that_cannot_be_written_says_where(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file"):
-        LocalStore(tmp_path / "file").own()

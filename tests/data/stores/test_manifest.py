@@ -1,8 +1,5 @@
 """Manifests: compact, readable as plain JSON too, and never trusted."""
 
-from __future__ import annotations
-
-import base64
 import json
 import random
 from dataclasses import replace
@@ -116,24 +113,6 @@ def test_a_manifest_survives_its_bytes_and_plain_json(made):
                     assert np.array_equal(getattr(found.delta, column), getattr(original.delta, column))
 
 
-@given(st.sampled_from([both(), both(ranks=2), full()]), st.data())
-def test_a_byte_that_changed_is_noticed_or_changes_nothing(original, data):
-    bad = bytearray(data.draw(st.sampled_from([original.to_bytes(), unpacked(original)])))
-    at = data.draw(st.integers(0, len(bad) - 1))
-    bad[at] ^= data.draw(st.integers(1, 255))
-    refused_or_right(read, bytes(bad), right=lambda found: found.to_bytes() == original.to_bytes())
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000, full().to_bytes()[:-20]],
-    ids=["empty", "a list", "no fields", "null", "not utf-8", "deep", "truncated"],
-)
-def test_bytes_that_are_no_manifest_are_refused_by_name(content):
-    with pytest.raises(IntegrityError, match="here is damaged"):
-        read(content)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -180,23 +159,10 @@ def test_a_version_number_survives_its_name(number):
         assert version_number(other) is None
 
 
-COLUMNS = {"stream": [1], "file": [1], "codec": [1], "start": [0, 2**64 - 1], "size": [0, 2**64 - 1]}
-COLUMNS |= {"changed": [0, 2**63], "offset": [2**64 - 1], "nbytes": [2**64 - 1]}
-
-
-@pytest.mark.parametrize(("column", "value"), [(column, value) for column in COLUMNS for value in COLUMNS[column]])
-def test_blocks_that_cannot_be_are_refused(column, value):
-    made, found = document(both()), both().delta.blocks.copy()
-    found[1][column] = value
-    made["delta"]["blocks"] = base64.b64encode(found.tobytes()).decode()
-    with pytest.raises(IntegrityError, match="block"):
-        read(signed(made))
-
-
 def test_cut_extended_or_unsigned_manifest_is_refused():
     text, cut = unpacked(both()), json.dumps(document(both())).encode()
-    again = cut[:-1] + END % (b"0" * 32)
-    for other in (text[:-40], text + b" ", cut, again, text.replace(b'"content"', b'"Content"')):
+    again, none = cut[:-1] + END % (b"0" * 32), (b"", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000)
+    for other in (*none, text[:-40], text + b" ", cut, again, text.replace(b'"content"', b'"Content"')):
         with pytest.raises(IntegrityError, match="here is damaged"):
             read(other)
 

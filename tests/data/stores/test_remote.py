@@ -1,7 +1,5 @@
 """Chains in remote stores: whatever writers, readers and collection do, no version is lost, changed or torn."""
 
-from __future__ import annotations
-
 import random
 import threading
 import uuid
@@ -72,7 +70,6 @@ def test_readers_see_only_whole_versions_at_every_step(url, monkeypatch):
 
 
 def test_older_of_two_trainers_is_refused_and_harms_no_version(url):
-    """Of two trainers in one root the one that began first is refused, and readers get the other's."""
     first, second, reader = at(url), at(url), at(url)
     first.send_weights(value(1))
     second.send_weights(value(2))
@@ -280,7 +277,6 @@ def run_in_the_manifest(chain, number):
 
 
 def test_interleaved_writers_lose_or_change_no_version(monkeypatch):
-    """Two writers in any interleaving lose or change no published version."""
     monkeypatch.setattr(Chain, "_read", run_in_the_manifest)
     published = refused = 0
     for seed in range(RUNS):

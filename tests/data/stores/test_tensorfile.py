@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -64,7 +62,6 @@ def refused(path, header):
 
 
 def test_link_out_of_the_root_is_refused(tmp_path):
-    """A link that leaves its root is refused, and a link within the root is followed."""
     (tmp_path / "root" / "version").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "root"):
         save_file({"a": torch.zeros(1)}, folder / "own")
@@ -83,7 +80,6 @@ METAS = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 60)), max_siz
 
 @given(METAS, st.integers(1, 100))
 def test_shards_are_bounded_and_every_tensor_is_aligned(metas, limit):
-    """A shard has at most the limit in bytes, or one larger tensor, and every tensor is aligned."""
     params = [ParamMeta(str(number), dtype, (size,)) for number, (dtype, size) in enumerate(metas)]
     shards = plan_shards(params, limit)
     assert [meta for shard in shards for meta in shard.params] == params
@@ -100,7 +96,6 @@ def test_shards_are_bounded_and_every_tensor_is_aligned(metas, limit):
 
 
 def test_dtypes_and_names_outside_the_format_are_refused():
-    """A dtype or a name that safetensors lacks is refused, with the name of the tensor."""
     with pytest.raises(ManifestError, match=r"x.*a dtype of"):
         Layout.of("file", [ParamMeta("x", torch.complex128, (1,))])
     for name, said in (("__metadata__", "'__metadata__'.*rename"), ("w\udc80", r"'w\\udc80'.*rename")):

@@ -1,7 +1,5 @@
 """Small chains for the tests of the delta transport: weights, steps between versions, and what a root then holds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures of the tests of transports."""
 
-from __future__ import annotations
-
 import pytest
 
 

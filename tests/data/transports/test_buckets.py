@@ -1,7 +1,5 @@
 """The layout that two processes compute for themselves, and the memory that buckets go through."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Every registered transport passes the same suite."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The delta transport: what it publishes, who can read it, and from which base."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -141,45 +139,28 @@ def test_a_model_with_other_parameters_begins_anew(root):
         assert same(reader.receive_weights(WAIT_S), sent)
 
 
-class TestBase:
-    @pytest.fixture
-    def own(self):
-        return weights()
+def test_who_holds_another_base_refuses_its_delta_by_name(tmp_path, root):
+    own, other = weights(), weights()
+    other["b.weight"][7] = 1.5
+    base, served, into = checkpoint(tmp_path / "base", own), copied(other), copied(other)
+    sender = tx.WeightSender(trainer_at(root, base=base), InProcessEngine(served), finite=False)
+    step(own, 1)
+    with pytest.raises(UpdateError, match=r"'b.weight' of the base") as refused:
+        sender.update_weights(own)
+    assert refused.value.rows[0].state == "serving" and same(served, other)
+    with pytest.raises(IntegrityError, match=r"'b.weight' of the base"):
+        trainer_at(root, base=checkpoint(tmp_path / "other", other)).receive_weights(WAIT_S, weights=into)
+    assert same(into, other)
+    with pytest.raises(IntegrityError, match="weight_v000000"):
+        trainer_at(root).receive_weights(WAIT_S)
+    assert sender.update_weights(own).verified and same(served, own)  # a keyframe now
 
-    @pytest.fixture
-    def base(self, tmp_path, own):
-        return checkpoint(tmp_path / "base", own)
 
-    def test_engine_with_other_weights_refuses_a_delta_by_name(self, root, own, base):
-        served = copied(own)
-        served["b.weight"][7] = 1.5
-        before = copied(served)
-        sender = tx.WeightSender(trainer_at(root, base=base), InProcessEngine(served), finite=False)
-        step(own, 1)
-        with pytest.raises(UpdateError, match=r"'b.weight' of the base") as refused:
-            sender.update_weights(own)
-        assert refused.value.rows[0].state == "serving"
-        assert same(served, before)
-        assert sender.update_weights(own).verified  # a keyframe now
-        assert same(served, own)
-
-    def test_a_reader_with_another_checkpoint_refuses_by_name(self, tmp_path, root, own, base):
-        other = weights()
-        other["b.weight"][7] = 1.5
-        step(own, 1)
-        trainer_at(root, base=base).send_weights("policy", own)
-        into = copied(other)
-        with pytest.raises(IntegrityError, match=r"'b.weight' of the base"):
-            trainer_at(root, base=checkpoint(tmp_path / "other", other)).receive_weights(WAIT_S, weights=into)
-        assert same(into, other)
-        with pytest.raises(IntegrityError, match="weight_v000000"):
-            trainer_at(root).receive_weights(WAIT_S)
-
-    def test_base_checkpoint_of_another_model_is_refused_at_start(self, tmp_path, root):
-        base = checkpoint(tmp_path / "base", {"a.weight": torch.zeros(3)})
-        with pytest.raises(ConfigError, match=r"a.weight"):
-            trainer_at(root, base=base).send_weights("policy", weights())
-        assert not [path for path in root.iterdir() if path.name != "latest"]
+def test_base_checkpoint_of_another_model_is_refused_at_start(tmp_path, root):
+    base = checkpoint(tmp_path / "base", {"a.weight": torch.zeros(3)})
+    with pytest.raises(ConfigError, match=r"a.weight"):
+        trainer_at(root, base=base).send_weights("policy", weights())
+    assert not [path for path in root.iterdir() if path.name != "latest"]
 
 
 class TestFleet:

@@ -1,7 +1,5 @@
 """Delta by broadcast: what is kept where, who holds which version, and what a group may deliver."""
 
-from __future__ import annotations
-
 import resource
 import signal
 

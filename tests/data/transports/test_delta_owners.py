@@ -1,7 +1,5 @@
 """Deltas that trainer ranks write together, each in a process of its own: at odds with each other, and killed."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,30 +1,58 @@
-"""`DiskTransport` beyond the contract: what is published, how long it stays, and what happens when no space is left."""
-
-from __future__ import annotations
+"""`DiskTransport` beyond the contract: what is published and how long it stays, and damage, which lands nowhere."""
 
 import json
+import os
 import shutil
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
 
 import torchrl_ext as tx
-from tests.data.transports import disk_ends
-from tests.data.transports.disk_ends import everything, publish, versions, weights
+from tests.data.transports.chains import flip, rewrite
 from tests.memory import track_peak
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import calling, python
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import StoreError
+from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.data.transports.base import Arrival, Update, Worker
 from torchrl_ext.data.weights.derived import MappedSource, as_source
-from torchrl_ext.data.weights.source import WeightSource
-from torchrl_ext.sync.local.inprocess import InProcessEngine
+from torchrl_ext.data.weights.source import MappingSource, WeightSource
 from torchrl_ext.testing import WAIT_S, same_bits
 
-root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
+
+@pytest.fixture
+def trainer(root):
+    transport = tx.DiskTransport(root, shard_bytes=4096)
+    yield transport
+    transport.shutdown()
+
+
+@pytest.fixture
+def worker(root):
+    transport = tx.DiskTransport(root)
+    yield transport
+    transport.shutdown()
+
+
+def everything(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def versions(root):
+    return [name for name in everything(root) if name != "latest"]
+
+
+def weights(value, count=20):
+    return {f"w{i:02d}": torch.full((500,), float(value)) for i in range(count)}
+
+
+def publish(trainer, sent, version):
+    """Prepare a version; return its handoff, and how workers hear of it."""
+    source = MappingSource(sent)
+    handoff = trainer.prepare(Update(source=source, version=version), Deadline(WAIT_S))
+    return handoff, Arrival(version=version, params=source.params(), info=handoff.info)
 
 
 class TestFiles:
@@ -38,6 +66,9 @@ class TestFiles:
         trainer.send_weights("policy", model)
         folder = root / "weight_v000001"
         assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+        total = sum(meta.nbytes for meta in as_source(model).params())
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        assert index["metadata"] == {"total_size": total, "version": "000001"}  # other readers look for it
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert loaded.dtype == torch.bfloat16
         assert model.state_dict().keys() == loaded.state_dict().keys()
@@ -51,21 +82,6 @@ class TestFiles:
         found = [json.loads((folder / "config.json").read_bytes()) for folder in sorted(root.glob("weight_v*"))]
         assert [config["dtype"] for config in found] == ["float32", "bfloat16"]
         assert all(config["architectures"] == ["Qwen3ForCausalLM"] for config in found)
-
-    def test_no_shard_is_larger_than_its_bound_but_for_one_tensor(self, root, trainer):
-        trainer.send_weights("policy", {**weights(1), "v": torch.zeros(5000)})
-        index = json.loads((root / "weight_v000001" / "model.safetensors.index.json").read_bytes())
-        assert index["metadata"] == {"total_size": 20 * 2000 + 20000, "version": "000001"}  # other readers look for it
-        for name in set(index["weight_map"].values()):
-            tensors = load_file(root / "weight_v000001" / name)
-            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 4096
-
-    def test_given_files_win_over_those_of_the_source(self, root):
-        trainer = tx.DiskTransport(root, files={"config.json": b"{}", "notes.txt": b"hello"})
-        trainer.send_weights("policy", tiny_model())
-        assert (root / "weight_v000001" / "config.json").read_bytes() == b"{}"
-        assert (root / "weight_v000001" / "notes.txt").read_bytes() == b"hello"
-        trainer.shutdown()
 
     def test_publishing_needs_less_memory_than_two_shards(self, root):
         python(calling(publishes_in_bounds, str(root)), fresh=True)  # a fork copies what it touches
@@ -107,24 +123,6 @@ class TestLifetime:
                 trainer.send_weights("policy", weights(version))
         assert versions(root) == [f"weight_v{version:06d}" for version in range(first, 5)]
 
-    def test_a_failed_update_keeps_what_the_engine_serves_on_disk(self, root, trainer):
-        policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
-        sender = tx.WeightSender(trainer, InProcessEngine(served))
-        sender.update_weights(policy)
-        with pytest.raises(tx.WeightSyncError):
-            sender.update_weights({"weight": torch.zeros(4, 3)})
-        assert "weight_v000001" in versions(root)
-        sender.update_weights(policy)
-        assert len(versions(root)) == 1
-
-    def test_number_of_unpublished_version_folder_is_not_used_again(self, root, trainer, worker):
-        """The number of a folder that `latest` never pointed to is not used again; the next one is."""
-        for version in (1, 3):
-            trainer.send_weights("policy", weights(version))
-            assert worker.receive_weights(WAIT_S)["w00"][0] == worker.received_version == version
-            if version == 1:
-                shutil.copytree(root / "weight_v000001", root / "weight_v000002")  # renamed, then killed
-
     def test_second_trainer_on_root_is_refused_until_first_leaves(self, root, trainer):
         trainer.send_weights("policy", weights(1))
         second = tx.DiskTransport(root)
@@ -144,3 +142,96 @@ class TestLifetime:
         trainer.open(1, (), Deadline(WAIT_S))
         trainer.shutdown()
         assert everything(root) == ["latest", "weight_v000001"]
+
+
+def test_a_root_that_only_the_trainer_sees_is_named_with_its_path(root, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for other in (tmp_path / "nowhere", tmp_path / "empty"):
+        info = tx.DiskTransport(root, seen_at=other).open(1, (), Deadline(WAIT_S)).info
+        with pytest.raises(StoreError, match="only the trainer sees") as told:
+            tx.DiskTransport.join(info, Worker(rank=1), Deadline(WAIT_S))
+        assert f"{other} on " in str(told.value) and f"the trainer wrote into {root} on " in str(told.value)
+
+
+def test_a_version_that_was_fetched_ahead_survives_its_removal(root, trainer, worker):
+    end = worker.attend(Deadline(WAIT_S))
+    _, arrival = publish(trainer, weights(1), 1)
+    end.stage(1, None, Deadline(WAIT_S))
+    shutil.rmtree(root / "weight_v000001")
+    assert dict(end.receive(arrival, {}, Deadline(WAIT_S)))["w19"][0] == 1
+
+
+class TestDamage:
+    @pytest.fixture
+    def folder(self, root, trainer):
+        trainer.send_weights("policy", weights(1))
+        return root / "weight_v000001"
+
+    def test_a_flipped_bit_names_tensor_and_file_and_changes_nothing(self, folder, worker):
+        flip(folder / "model-00010-of-00010.safetensors", -1)
+        held = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+        with pytest.raises(IntegrityError, match=r"'w19' in .*model-00010-of-00010\.safetensors is damaged"):
+            worker.receive_weights(0.0, weights=held)
+        assert all(not tensor.any() for tensor in held.values())
+
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            (lambda path: os.truncate(path, path.stat().st_size - 8), "bytes instead of the"),
+            (lambda path: path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:]), "claims a header"),
+            (lambda path: path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"')), "cannot be read"),
+            (lambda path: path.unlink(), "is missing"),
+        ],
+        ids=["truncated", "a huge header", "an unknown dtype", "missing"],
+    )
+    def test_a_shard_is_refused_before_the_first_tensor_when_it_is(self, folder, worker, damage, said):
+        damage(folder / "model-00010-of-00010.safetensors")
+        end = worker.attend(Deadline(WAIT_S))
+        for read in (worker.receive_weights, lambda _: end.stage(1, None, Deadline(WAIT_S))):
+            with pytest.raises(IntegrityError, match=rf"model-00010-of-00010\.safetensors.*{said}"):
+                read(0.0)
+
+    @pytest.mark.parametrize("file", ["manifest.json", "model-00010-of-00010.safetensors"])
+    @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link out", "a folder", "a large file"])
+    def test_what_is_no_file_of_the_root_is_refused_at_once(self, root, folder, worker, file, kind):
+        path = folder / file
+        path.rename(root.parent / "elsewhere")
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a folder":
+            path.mkdir()
+        elif kind == "a large file":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        else:
+            path.symlink_to("/dev/zero" if kind == "a device" else "../../elsewhere")
+        said = "not a regular file|a link to|1,099,511,627,776 bytes|cannot be read"
+        with pytest.raises(IntegrityError, match=f"{file} .*({said})"):
+            worker.receive_weights(0.0)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda m: m["params"][0].__setitem__(2, [50]), "does not hold"),
+            (lambda m: m["full"].reverse(), "does not hold"),
+            (lambda m: m["files"].update({"model-00001-of-00010.safetensors": 9}), "9, as in the manifest"),
+            (lambda m: m.update(version=7), "says that it is version 7"),
+        ],
+    )
+    def test_a_manifest_that_tells_of_other_files_is_refused(self, folder, worker, change, said):
+        rewrite(folder / "manifest.json", change)
+        with pytest.raises(IntegrityError, match=said):
+            worker.receive_weights(0.0)
+
+    def test_a_version_that_is_not_what_was_announced_is_refused(self, folder, worker):
+        params, end = as_source(weights(1)).params(), worker.attend(Deadline(WAIT_S))
+        renamed = (msgspec.structs.replace(params[0], name="other"), *params[1:])
+        for arrival, error, said in (
+            (Arrival(version=1, params=params, info={"run_id": "another"}), IntegrityError, "published by run"),
+            (Arrival(version=1, params=params[:-1]), ManifestError, "nothing was read"),
+            (Arrival(version=1, params=renamed), ManifestError, "nothing was read"),
+        ):
+            with pytest.raises(error, match=said):
+                list(end.receive(arrival, {}, Deadline(WAIT_S)))
+        with pytest.raises(StoreError, match=r"holds no version 5, and none came .*newest here is 1"):
+            end.stage(5, None, Deadline(WAIT_S))

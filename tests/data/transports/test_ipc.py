@@ -1,7 +1,5 @@
 """`IPCTransport` beyond the contract: other processes, deaths at every step, and whatever the other end says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,7 @@ from hypothesis import given
 from hypothesis.strategies import randoms
 
 import torchrl_ext as tx
-from tests.data.group.members import Interrupted, beside, broken
+from tests.data.group.members import Interrupted, beside
 from tests.hostile import worse_json
 from tests.memory import track_peak
 from tests.processes import calling, family, files_of, maps_of, running_python
@@ -218,12 +216,6 @@ def test_a_half_is_filled_again_once_it_was_copied(make):
 
 OWN = rf"a worker \(pid {os.getpid()}\)"
 WAYS = {  # what is sent; how it is taken; what trainer and worker say
-    "the source breaks": (
-        Interrupted(weights(), 30, broken),
-        lambda worker: worker.receive_weights(WAIT_S),
-        (ValueError, "the source broke"),
-        (NotConnectedError, "version 1 did not arrive: the source broke"),
-    ),
     "it cannot load": (
         weights(),
         lambda worker: worker.receive_weights(WAIT_S, weights={"00": torch.zeros(7)}),
@@ -302,8 +294,6 @@ class TestFailures:
         exchange(make(), worker)
 
     def test_deadline_names_missing_workers(self, make):
-        with pytest.raises(DeadlineError, match=r"1 of 1 workers did not connect within 0\.2 s"):
-            make(timeout_s=0.2).send_weights(weights())
         opening = make().open(2, (), Deadline(WAIT_S))
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect("\0" + opening.info["address"])
@@ -314,7 +304,7 @@ class TestFailures:
     def test_a_trainer_listens_again_right_after_a_failure(self, make):
         trainer = make(timeout_s=0.2)
         for _ in range(5):
-            with pytest.raises(DeadlineError, match="did not connect"):
+            with pytest.raises(DeadlineError, match=r"1 of 1 workers did not connect within 0\.2 s"):
                 trainer.send_weights(weights())
 
     def test_a_worker_that_only_looks_gets_a_version_too(self, make):

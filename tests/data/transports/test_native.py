@@ -1,8 +1,6 @@
 """Transport native: its wires against readers that know only what stock engines do, and its trainer end against their
 workers. The suite of every transport runs over both ends of ours."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

@@ -6,14 +6,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
 from torchrl_ext.base.deadline import Deadline, in_thread
-from torchrl_ext.base.errors import IntegrityError, TransportError, WeightSyncError
+from torchrl_ext.base.errors import IntegrityError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
-from torchrl_ext.data.group.ranks import RankStore, TrainerRanks
 from torchrl_ext.data.transports import delta, disk
 from torchrl_ext.data.transports.base import Arrival, Worker
 from torchrl_ext.testing import WAIT_S, Ends, assert_arrived, assert_held
@@ -31,28 +29,15 @@ def layers():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def test_nested_names_are_joined(ends):
-    weights = {"a": {"b": torch.randn(2)}, ("c", "d"): torch.randn(3), "e.f": torch.randn(1)}
-    received = ends.exchange("policy", weights)
-    assert_arrived(received, weights)
-    assert set(received.keys()) == {"a.b", "c.d", "e.f"}
-
-
-@pytest.mark.parametrize("into", ["weights", "model"])
-def test_a_module_takes_the_weights_in_place(ends, into):
+@pytest.mark.parametrize("strategy", [None, "tensordict", "state_dict"])
+@pytest.mark.filterwarnings("ignore:state_dict strategy")
+def test_a_nested_model_takes_weights_also_by_a_torchrl_strategy(ends, strategy):
     sent, held = layers(), layers()
     before = held[0].weight
-    assert_arrived(ends.exchange("policy", sent, **{into: held}), sent)
-    assert_held(held, sent)
-    assert held[0].weight is before
-
-
-@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-@pytest.mark.filterwarnings("ignore:state_dict strategy")
-def test_a_torchrl_strategy_applies_them_to_a_nested_model(ends, extract_as):
-    sent, held = layers(), layers()
-    ends.exchange("policy", sent, model=held, strategy=WeightStrategy(extract_as))
+    how = {"strategy": WeightStrategy(strategy)} if strategy else {}
+    assert_arrived(ends.exchange("policy", sent, model=held, **how), sent)
     assert_held(dict(held.named_parameters()), dict(sent.named_parameters()))
+    assert strategy or held[0].weight is before
 
 
 # an abort
@@ -94,23 +79,6 @@ def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, na
         with pytest.raises(WeightSyncError, match=WORDS[step]):
             waiting.result(WAIT_S)
     receiver.close()
-
-
-def test_an_abort_ends_the_wait_of_a_trainer_rank_for_rank_0():
-    transport, looked = tx.MemoryTransport(), threading.Event()
-
-    class Store(HashStore):
-        def add(self, key, more):
-            looked.set()
-            return super().add(key, more)
-
-    group = RankStore(1, 2, Store())
-    transport.ranks = TrainerRanks("abort", WAIT_S, group=lambda: group)
-    following = in_thread(lambda: transport.send_weights({"x": 1}), "rank 1")
-    assert looked.wait(WAIT_S)
-    transport.abort()
-    with pytest.raises(TransportError, match="trainer rank 0 began no update before a failure elsewhere"):
-        following.result(WAIT_S)
 
 
 # the memory transport

@@ -1,7 +1,5 @@
 """Compiled loops are ready when ends are connected: no update waits for a compiler."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from numba.core.dispatcher import Dispatcher

@@ -1,6 +1,4 @@
-"""Host copies beside an engine: they follow after the pause, and what interrupts them is seen by the next update."""
-
-from __future__ import annotations
+"""Host copies beside an engine, which follow after the pause; and a worker that reads only the blocks that it needs."""
 
 from dataclasses import replace
 
@@ -8,16 +6,20 @@ import pytest
 import torch
 
 from tests.data.transports.chains import checkpoint, published, same, trainer_at
-from tests.data.versions.damage import KINDS, NEW, OLD, route_of
-from tests.data.versions.damage import published as published_delta
+from tests.data.versions.test_damage import KINDS, NEW, OLD, route_of
+from tests.data.versions.test_damage import published as published_delta
 from torchrl_ext.base.errors import IntegrityError
+from torchrl_ext.data.deltas import streams
+from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.deltas.blocks import decode_block
-from torchrl_ext.data.landing.patcher import Patcher, identity
+from torchrl_ext.data.landing.patcher import Patcher, compare
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.versions import open_route
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.data.weights.digests import position_digest
+from torchrl_ext.data.weights.blocks import Block
+from torchrl_ext.data.weights.digests import PositionDigest, position_digest
+from torchrl_ext.testing import any_bits
 
 
 @pytest.fixture(params=["ulp", "context"])
@@ -87,27 +89,6 @@ def test_reader_with_partial_digests_adopts_oldest_version(tmp_path, at):
     assert same(dict(reader.changes(4).whole(["packed"])), {"packed": own["packed"]})
 
 
-def test_staging_decodes_each_written_tensor_once(chain, monkeypatch):
-    """Staging decodes only the tensors it writes, once, and lists the other changed ones by name."""
-    reader, history = chain
-    decoded = []
-
-    def noted(kind, payload, table, stream, start, size, old=None):
-        patch = decode_block(kind, payload, table, stream, start, size, old)
-        decoded.extend(own.meta.name for own in patch.split())
-        return patch
-
-    monkeypatch.setattr(open_route, "decode_block", noted)
-    second = reader.changes(2)
-    changed = [name for name in history[1] if not torch.equal(history[1][name], history[2][name])]
-    written, other = changed[:1], changed[1:]
-    patcher = Patcher(identity({name: history[1][name].clone() for name in written}))
-    patcher.stage(second)
-    assert decoded == written and patcher.others == set(other) and other
-    assert same(dict(second.whole(patcher.others)), {name: history[2][name] for name in other})
-    assert sorted(decoded) == sorted(changed)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_delta_decodes_each_range_once_for_any_tensor_order(kind, monkeypatch):
     one, decoded = published_delta(kind), []
@@ -118,3 +99,68 @@ def test_delta_decodes_each_range_once_for_any_tensor_order(kind, monkeypatch):
         assert same(dict(route.at_end((name, OLD[name].clone()) for name in names)), NEW)
         assert len(decoded) == len(set(decoded)) == one.manifest.blocks.size
         assert same(dict(route.whole(OLD, names)), NEW)
+
+
+WORKERS = 8
+
+
+def rows(tensor, number):
+    """The rows that worker ``number`` holds of a tensor; of one with one dimension, all."""
+    whole = Block.whole(tensor.shape)
+    if tensor.dim() < 2:
+        return whole
+    size = tensor.shape[0] // WORKERS
+    return Block((number * size, *whole.start[1:]), ((number + 1) * size, *whole.stop[1:]))
+
+
+class Worker:
+    """Holds rows of each tensor, reads the blocks that it needs, and lands them."""
+
+    def __init__(self, root, number):
+        self.reader = ChainReader(Chain(LocalStore(root)))
+        own = dict(self.reader.tensors(self.reader.open(1), {}))
+        self.blocks = {name: rows(tensor, number) for name, tensor in own.items()}
+        self.reader.want({name: (block,) for name, block in self.blocks.items()})
+        self.live, pieces = self.part(own), {}
+        for name, tensor in own.items():
+            offset = self.blocks[name].start[0] * tensor.stride(0)
+            pieces[name] = [Piece(destination=self.live[name], offset=offset, strides=tensor.stride())]
+        self.patcher = Patcher(pieces)
+
+    def part(self, tensors):
+        blocks = self.blocks.items()
+        return {name: tensors[name][block.within(Block.whole(tensors[name].shape))].clone() for name, block in blocks}
+
+    def follow(self, version):
+        """Land a version; return the digests of what this worker holds then, and those of the trainer."""
+        changes = self.reader.changes(version)
+        found = self.patcher.stage(changes)
+        self.patcher.commit()
+        self.reader.advance(changes)
+        return found, changes.digests
+
+
+def test_worker_reads_and_lands_only_the_blocks_of_its_rows(tmp_path, monkeypatch):
+    """Workers catch up over versions 2 and 3 at once, then follow to 4; their digests add up to the trainer's."""
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
+    trainer, generator = trainer_at(tmp_path, encoding="ulp", keyframe_every=0), torch.Generator().manual_seed(0)
+    own = {"up": any_bits(torch.bfloat16, 512, 320), "norm": any_bits(torch.bfloat16, 40)}
+    own |= {"down": any_bits(torch.bfloat16, 320, 512), "gate": any_bits(torch.float32, 512, 256)}
+    trainer.send_weights("policy", own)
+    workers = [Worker(tmp_path, number) for number in range(WORKERS)]
+    for version in (2, 3, 4):
+        for tensor in own.values():
+            tensor[torch.rand(tensor.shape, generator=generator) < 0.05] = version
+        trainer.send_weights("policy", own)
+        if version == 2:
+            continue
+        sums = {name: PositionDigest() for name in own}
+        for worker in workers:
+            found, expected = worker.follow(version)
+            assert same(worker.live, worker.part(own))
+            for name, digest in found.items():
+                sums[name] = sums[name] + digest if own[name].dim() > 1 else digest
+        compare(sums, expected)
+    delta, read = Chain(LocalStore(tmp_path)).version(4).delta, [worker.reader.read_bytes for worker in workers]
+    total, largest = sum(delta.files.values()), int(delta.blocks["nbytes"].max())
+    assert all(0 < nbytes <= total / WORKERS + len(delta.params) * largest for nbytes in read) and sum(read) >= total

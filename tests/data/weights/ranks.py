@@ -1,7 +1,5 @@
 """Policies and sources for tests, and what the ranks of a trainer say about the shards of a source."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

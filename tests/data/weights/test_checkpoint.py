@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -125,7 +123,6 @@ class TestDirectoriesThatAreSavedInto:
 
 
 def test_companion_files_hold_tokenizers_and_skip_folders(tmp_path, caplog):
-    """Tokenizer files of any name are companion files, and the log names the folders left out."""
     carried = {
         "tokenizer.model": b"1",
         "tokenizer.model.v3": b"2",

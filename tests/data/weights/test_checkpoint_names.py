@@ -1,7 +1,5 @@
 """`transformers` modules are sent, and take weights, under the names of their checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -80,7 +78,6 @@ def test_a_layer_stays_together_and_tied_tensors_travel_once():
 
 
 def test_reversible_conversions_are_undone_and_others_warn(tmp_path, caplog):
-    """A conversion with a reverse is undone; one without is left as it is, with a warning."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
     class Doubled(ConversionOps):
@@ -171,7 +168,6 @@ def test_meta_policy_gets_storage_and_ties_from_checkpoint():
 
 
 def test_partial_mapping_uses_checkpoint_names_where_complete():
-    """A partial mapping goes under checkpoint names where complete; a name given twice is refused."""
     sender, policy = tx.WeightSender(tx.MemoryTransport()), converted_model("qwen3_moe")
     sender.register_model(policy)
     some = {name: tensor for name, tensor in own(policy).items() if name in (STACKED, "model.norm.weight")}

@@ -1,7 +1,5 @@
 """What every source of weights keeps: passes, parts, held tensors, ties and shards are those of what it declares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,7 +8,6 @@ from torch import nn
 from tests.data.weights.ranks import Passing, Policy
 from tests.models import converted_model, tiny_model
 from torchrl_ext.base.errors import ManifestError
-from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Block, checked_shards
 from torchrl_ext.data.weights.derived import MappedSource, as_source
 from torchrl_ext.data.weights.source import MappingSource, checked
@@ -128,10 +125,3 @@ def test_which_tensors_only_a_copy_makes():
     left = {meta.name for meta in source.params()} - set(source.held())
     assert left and all("gqkv" in name or "gate_up" in name for name in left)
     assert left == {shard.meta.name for shard in source.shards() if shard.gathers and "combines several" in shard.why}
-
-
-def test_names_inside_another_module_have_its_prefix():
-    inner, outer = as_source(converted_model("mixtral")), as_source(MODULES["inside"]())
-    names = {f"policy.{meta.name}" for meta in inner.params()} | {"value.weight", "value.bias"}
-    assert names == {meta.name for meta in outer.params()}
-    assert ParamMeta("policy.lm_head.weight", torch.float32, inner.params()[-1].shape) in outer.params()

@@ -1,6 +1,4 @@
-"""Which blocks of tensors a trainer's ranks hold: together they are what a gather gives, and nothing is gathered."""
-
-from __future__ import annotations
+"""What ranks of FSDP and tensor parallelism hold: together it is what a gather gives; and failures on one of them."""
 
 import functools
 import itertools
@@ -8,19 +6,23 @@ import itertools
 import peft
 import pytest
 import torch
+import torch.distributed as dist
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import torchrl_ext as tx
 from tests.data.weights.ranks import Policy, no_collectives, require_assembled, sharded
 from tests.models import converted_model
 from tests.ranks import on_ranks, raises_if
-from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.errors import ConfigError, ManifestError, TransportError, UpdateError
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.derived import MappedSource, as_source
+from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import any_bits, same_bits
 
 
@@ -44,7 +46,6 @@ def names(shards):
 
 @on_ranks(4)
 def test_fsdp2_shards_are_views_of_each_ranks_live_rows(rank, world, folder):
-    """FSDP2's shards are each rank's rows in live memory, and some ranks hold no rows of a tensor."""
     model = policy()
     shards = require_assembled(as_source(model))
     local = {name: parameter.to_local() for name, parameter in model.named_parameters()}
@@ -95,7 +96,6 @@ def test_fsdp2_over_tensor_parallel_layers_split_unevenly(rank, world, folder):
 
 @on_ranks(4)
 def test_partial_or_reordered_placements_are_gathered(rank, world, folder):
-    """Tensors whose placements give no blocks are gathered in order, and their shards say why."""
     mine = torch.arange(6.0).view(2, 3) * (rank + 1)
     weights = {
         "a": distribute_tensor(torch.arange(5.0), line(), [Shard(0)]),
@@ -166,7 +166,6 @@ def test_a_cast_of_a_block_is_the_block_of_the_cast(rank, world, folder):
 
 @on_ranks(4)
 def test_converted_transformers_models_have_checkpoint_names(rank, world, folder):
-    """Models that transformers converts at loading are sent under the names of their checkpoints."""
     for kind in ("qwen3_moe", "qwen2_5_vl", "hrm_text"):
         model, reference = converted_model(kind), dict(as_source(converted_model(kind)))
         inner = getattr(model.model, "language_model", model.model)
@@ -193,3 +192,57 @@ def test_only_weights_with_merged_adapters_are_gathered(rank, world, folder):
     fully_shard(model)
     shards = require_assembled(as_source(model), gathers={"1.weight"})
     assert [shard.why for shard in shards if shard.gathers] == ["adapters are merged into it"]
+
+
+@on_ranks(2)
+def test_rank_0_failure_at_any_step_reaches_every_rank(rank, world, folder):
+    class Broken(tx.MemoryTransport):
+        at = None
+
+        def fail_at(self, moment):
+            if self.at == moment:
+                raise TransportError(f"broken at {moment}")
+
+        def latest_version(self):
+            self.fail_at("look")
+            return super().latest_version()
+
+        def open(self, workers, params, within):
+            self.fail_at("open")
+            return super().open(workers, params, within)
+
+        def prepare(self, update, within):
+            stream = iter(update.source)
+            for _ in range(self.at):
+                next(stream)
+            self.fail_at(self.at)
+
+    policy, transport = sharded(Policy()), Broken()
+    sender = tx.WeightSender(transport, InProcessEngine(Policy()) if rank == 0 else None)
+    sender.register_model(policy)
+    for transport.at in ("look", "open", 0, 1, 4, len(as_source(policy).params())):
+        with pytest.raises(UpdateError, match="broken at"):
+            sender.update_weights()
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_fsdp1_flat_parameters_are_refused_on_every_rank(rank, world, folder):
+    def flat(**how):
+        torch.manual_seed(0)
+        how["device_id"] = torch.device("cpu")
+        yield FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2)), **how)
+        yield nn.Sequential(nn.Linear(6, 6), FullyShardedDataParallel(nn.Linear(6, 9), **how))
+
+    for policy in (*flat(use_orig_params=False), *flat(use_orig_params=True)):
+        sender = tx.WeightSender(tx.MemoryTransport(), rank=rank)
+        sender.register_model(policy)
+        for error, call in (
+            (ConfigError, sender.update_weights),
+            (ConfigError, sender.init_all_workers_group),
+            (ManifestError, as_source(TensorDict.from_module(policy).data).params),
+        ):
+            with pytest.raises(error, match=r"(?s)FSDP1.*fully_shard"):
+                call()
+            dist.barrier()  # a rank that comes late takes the newest call of rank 0
+        sender.shutdown()

@@ -1,7 +1,5 @@
 """LoRA modules are merged on the way out and stay as they are."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -71,25 +69,20 @@ def test_layers_to_save_are_sent_as_trained():
     assert set(as_source(model).files()) >= {"config.json"}
 
 
-def test_several_active_adapters_add_up():
-    model = adapted()
+def test_active_adapters_add_up_and_each_is_added_once():
+    model, name = adapted(), "model.layers.1.self_attn.q_proj.weight"
+    expected = dict(as_source(model))
+    with model.disable_adapter():
+        assert same_bits(dict(as_source(model))[name], tiny_model().state_dict()[name])
+    model.merge_adapter()
+    assert same(dict(as_source(model)), expected)
+    model.unmerge_adapter()
     model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], r=2, lora_alpha=64))
     stir(model)
     model.base_model.set_adapter(["default", "second"])
     both = assert_merged(model)
     model.set_adapter("second")
-    second = assert_merged(model)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    assert not torch.equal(both[name], second[name])
-
-
-def test_disabled_adapter_is_omitted_and_merged_one_added_once():
-    model = adapted()
-    expected, name = dict(as_source(model)), "model.layers.0.self_attn.q_proj.weight"
-    with model.disable_adapter():
-        assert same_bits(dict(as_source(model))[name], tiny_model().state_dict()[name])
-    model.merge_adapter()
-    assert same(dict(as_source(model)), expected)
+    assert not torch.equal(both[name], assert_merged(model)[name])
 
 
 def test_other_tuners_are_refused():

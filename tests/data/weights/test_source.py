@@ -1,7 +1,5 @@
 """What a source makes of modules, TensorDicts and mappings."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -14,11 +12,9 @@ import torchrl_ext as tx
 from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.update_source import UpdateSource
-from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.derived import MappedSource, as_mapper, as_source
 from torchrl_ext.data.weights.digests import byte_view, position_digest
 from torchrl_ext.data.weights.source import MappingSource, WeightSource, checked
-from torchrl_ext.testing import same_bits
 
 
 def names(weights):
@@ -170,25 +166,6 @@ def test_names_lose_prefixes_of_compile_and_checkpoint_wrappers():
     assert names(torch.compile(inner)) == ["0.weight", "0.bias"]
     assert names(nn.Sequential(torch.compile(nn.Linear(2, 2)))) == ["0.weight", "0.bias"]
     assert names(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))) == ["0.weight", "0.bias"]
-
-
-def test_a_source_stays_as_it_is_and_a_path_is_a_checkpoint(tmp_path):
-    source = MappingSource({})
-    assert as_source(source) is source
-    with pytest.raises(ConfigError, match="no checkpoint directory"):
-        as_source(tmp_path / "nowhere")
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert isinstance(as_source(str(tmp_path)), CheckpointSource)
-
-
-def test_floating_point_tensors_are_cast_and_others_stay_held():
-    weights = {"f": torch.randn(3), "h": torch.randn(3).half(), "i": torch.arange(3), "b": torch.ones(3).bool()}
-    source = MappedSource(MappingSource(weights), dtype=torch.bfloat16)
-    found = {meta.name: meta.dtype for meta in source.params()}
-    assert found == {"f": torch.bfloat16, "h": torch.bfloat16, "i": torch.int64, "b": torch.bool}
-    assert all(same_bits(tensor, weights[meta.name].to(meta.dtype)) for meta, tensor in checked(source))
-    assert set(source.held()) == {"i", "b"}
-    assert set(MappedSource(MappingSource(weights), dtype=torch.float32).held()) == {"f", "i", "b"}
 
 
 def test_the_first_pattern_that_matches_a_whole_name_renames_it():

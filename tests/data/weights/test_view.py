@@ -1,8 +1,7 @@
-"""Boxes and views of tensors, against torch itself: what they say of elements is what indexing a tensor gives."""
-
-from __future__ import annotations
+"""Views, blocks and memory that tensors share, against torch: what they say of elements is what indexing gives."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -10,68 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.weights.blocks import Shard
+from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
+from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.hf_names import shards_of_part
-from torchrl_ext.data.weights.view import Block, View, merged, overlap, without
-
-SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def blocks_of(draw, shape, full=True):
-    """A block of a tensor of some shape; empty ones, too, unless ``full``."""
-    start, stop = [], []
-    for size in shape:
-        first = draw(st.integers(0, max(0, size - full)))
-        start.append(first)
-        stop.append(draw(st.integers(min(size, first + full), size)))
-    return Block(tuple(start), tuple(stop))
-
-
-def counted(blocks, shape):
-    """How often blocks have each element."""
-    times = np.zeros(shape, int)
-    for block in blocks:
-        times[block.within(Block.whole(shape))] += 1
-    return times
-
-
-@given(st.data())
-def test_overlap_is_found_exactly_when_blocks_share_an_element(data):
-    shape = data.draw(SHAPES)
-    blocks = data.draw(st.lists(blocks_of(shape, full=False), max_size=5))
-    if data.draw(st.booleans()):  # all but a few pieces of a tensor, which meet nowhere
-        blocks = without([Block.whole(shape)], blocks)
-    found = overlap(blocks)
-    assert (found is not None) == bool((counted(blocks, shape) > 1).any())
-    if found is not None:
-        one, other = found
-        assert one in blocks and other in blocks and one is not other and one.meet(other) is not None
-
-
-@given(st.data())
-def test_what_is_left_without_others_has_each_other_element_once(data):
-    shape = data.draw(SHAPES)
-    whole, taken = data.draw(blocks_of(shape, full=False)), data.draw(st.lists(blocks_of(shape, full=False)))
-    expected = counted([whole], shape) * (counted(taken, shape) == 0)
-    assert (counted(without([whole], taken), shape) == expected).all()
-
-
-@given(st.data())
-def test_merged_blocks_cover_each_element_once_and_are_maximal(data):
-    """Merged blocks hold every element once, and no two of them could be joined."""
-    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
-    blocks = data.draw(st.lists(blocks_of(shape), max_size=8))
-    found = merged(blocks)
-    times = counted(found, shape)
-    assert times.max() <= 1 and (times[counted(blocks, shape) > 0] == 1).all()
-    assert merged(found) == found == merged(reversed(blocks)) and len(found) <= len(blocks)
-    whole, cuts = Block.whole(shape), data.draw(blocks_of(shape))
-    assert merged([cuts, *without([whole], [cuts])]) == (whole,)
-
-
-# views: a tensor of positions, seen through torch's own views, says what the view of them has to say
+from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, shared, shared_in, tied_by_config
+from torchrl_ext.data.weights.source import MappingSource
+from torchrl_ext.data.weights.view import View
 
 LARGER = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -156,36 +101,28 @@ def test_a_view_is_what_torch_has_of_its_elements(data):
         assert torch.equal(walk.of(inside.mT.contiguous().mT if inside.dim() > 1 else inside, hull), seen)
 
 
-def test_boxes_of_unit_sides_scalars_and_empty_tensors():
-    """Views of scalars and with sides of one have boxes; a view of an empty tensor has none."""
-    assert box(View((), ()), ()) == box(View((1, 1), (1, 1)), ()) == Block((), ())
-    assert box(View((2, 1), (1, 1), 2), (4, 1)) == Block((2, 0), (4, 1))
-    assert box(View((4,), (1,)), (1, 4)) == Block((0, 0), (1, 4))
-    assert box(View((3,), (1,), 3), (2, 1, 3)) == Block((1, 0, 0), (2, 1, 3))
-    assert box(View((0, 4), (4, 1)), (0, 4)) is None
-    assert box(View((2, 2, 3), (2, 2, 3)), (3, 4)) is None  # as many elements as a box, but not its own
-    assert View((1,), (1,)).walk((0,)) is None and View((1,), (1,), 7).walk((3, 2)) is None
+def test_what_has_no_walk():
+    """Views of empty tensors, beyond the end of one, and through one whose elements share memory."""
+    assert View((0, 4), (4, 1)).walk((0, 4)) is None and View((1,), (1,)).walk((0,)) is None
+    assert View((1,), (1,), 7).walk((3, 2)) is None
+    assert View((2,), (1,)).walk((2, 3), (0, 1)) is None and View((2,), (2,)).walk((2, 3), (2, 1)) is None
 
 
 @given(st.data())
 def test_shards_of_a_view_are_together_the_view(data):
     shape = data.draw(LARGER)
     full = numbered(shape).permute(data.draw(st.permutations(range(len(shape)))))  # of any strides
-    seen = data.draw(views_of(full, boxes=True))
+    boxes = data.draw(st.booleans())
+    seen = data.draw(views_of(full, boxes=boxes))
     walk = View.seen(seen).walk(full.shape, full.stride())
-    assert walk is not None and walk.straight
-    meta, found, whole = (
-        ParamMeta("part", seen.dtype, tuple(seen.shape)),
-        torch.full_like(seen, -1),
-        Block.whole(full.shape),
-    )
-    cuts = [sorted({0, size, data.draw(st.integers(0, size))}) for size in full.shape]
-    boxes = [
-        Block(*map(tuple, zip(*ends, strict=True)))
-        for ends in itertools.product(*map(itertools.pairwise, cuts))
-        if ends
-    ]
-    shards = [Shard(meta, box, lambda box=box: full[box.within(whole)]) for box in boxes or [whole]]
+    if walk is None or not walk.straight:
+        assert not boxes
+        return
+    meta, found = ParamMeta("part", seen.dtype, tuple(seen.shape)), torch.full_like(seen, -1)
+    whole, cuts = Block.whole(full.shape), [sorted({0, size, data.draw(st.integers(0, size))}) for size in full.shape]
+    ends = itertools.product(*map(itertools.pairwise, cuts))
+    held = [Block(*map(tuple, zip(*one, strict=True))) if one else whole for one in ends]
+    shards = [Shard(meta, one, lambda one=one: full[one.within(whole)]) for one in held]
     for one in shards_of_part(meta, walk, shards):
         where, taken = found[tuple(map(slice, *one.block))], one.take()
         assert bool((where == -1).all()) and taken.shape == one.block.shape
@@ -194,21 +131,140 @@ def test_shards_of_a_view_are_together_the_view(data):
     assert torch.equal(found, seen)
 
 
+META = ParamMeta("w", torch.float32, (4, 6))
+NEXT = ParamMeta("x", torch.float32, ())
+
+
+def shard(start, stop, meta=META, **how):
+    return Shard(meta, Block(start, stop), lambda: torch.zeros(()), **how)
+
+
 @pytest.mark.parametrize(
-    "view",
+    ("shards", "what"),
     [
-        pytest.param(lambda tensor: tensor.view(12, 5), id="dimensions in one"),
-        pytest.param(lambda tensor: tensor.view(3, 2, 2, 5), id="a dimension in two"),
-        pytest.param(lambda tensor: tensor.diagonal(0, 0, 1), id="a diagonal"),
-        pytest.param(lambda tensor: tensor[:, :1].expand(3, 4, 5), id="one element often"),
-        pytest.param(lambda tensor: tensor.as_strided((2, 3), (5, 7)), id="steps across dimensions"),
+        ([shard((0, 0), (2, 6)), shard((1, 5), (4, 6))], "share elements: [0:2, 0:6] and [1:4, 5:6]"),
+        ([shard((), (), NEXT), shard((), (), NEXT)], "share elements: [] and []"),
+        ([shard((0, 0), (5, 6))], "[0:5, 0:6]"),
+        ([shard((-1, 0), (2, 6))], "[-1:2, 0:6]"),
+        ([shard((0,), (4,))], "[0:4]"),
+        ([shard((3, 0), (1, 6))], "empty"),
+        ([shard((), (), NEXT), shard((0, 0), (4, 6))], "out of order"),
+        ([shard((0, 0), (4, 6), ParamMeta("w", torch.bfloat16, (4, 6)))], "out of order"),
     ],
 )
-def test_views_that_are_no_boxes_have_no_straight_walk(view):
-    walk = View.seen(view(torch.arange(60).view(3, 4, 5))).walk((3, 4, 5))
-    assert walk is None or not walk.straight
+def test_shards_that_are_not_sound_are_refused_by_name(shards, what):
+    several, scalar = (shard((2, 0), (4, 3)), shard((0, 3), (4, 6)), shard((0, 0), (2, 3))), shard((), (), NEXT)
+    assert list(checked_shards([*several, scalar], [META, NEXT])) == [(META, several), (NEXT, (scalar,))]
+    with pytest.raises(ManifestError) as caught:
+        list(checked_shards(shards, [META, NEXT]))
+    assert what in str(caught.value) and shards[-1].meta.name in str(caught.value)
 
 
-def test_tensors_whose_elements_share_memory_have_no_walks():
-    assert View((2,), (1,)).walk((2, 3), (0, 1)) is None
-    assert View((2,), (2,)).walk((2, 3), (2, 1)) is None
+@st.composite
+def blocks_of(draw, shape):
+    """A block of a tensor of some shape."""
+    start = [draw(st.integers(0, max(0, size - 1))) for size in shape]
+    stop = [draw(st.integers(min(size, first + 1), size)) for first, size in zip(start, shape, strict=True)]
+    return Block(tuple(start), tuple(stop))
+
+
+@given(st.data())
+def test_overlapping_blocks_are_cut_to_give_each_element_once(data):
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=4).map(tuple))
+    ranks = st.lists(st.lists(blocks_of(shape), max_size=3), min_size=1, max_size=5)
+    held = [(rank, block) for rank, blocks in enumerate(data.draw(ranks)) for block in blocks]
+    held.append((data.draw(st.integers(0, 5)), Block.whole(shape)))
+    own = {}
+    for rank, block in held:
+        own.setdefault(block, []).append(rank)
+    found = disjoint(ParamMeta("w", torch.float32, shape), own)
+    times = torch.zeros(shape)
+    for block in found:
+        times[block.within(Block.whole(shape))] += 1
+    assert bool((times == 1).all())
+    for piece, holders in found.items():
+        assert holders and all(any(one == rank and block.contains(piece) for one, block in held) for rank in holders)
+
+
+def test_what_nobody_holds_is_named():
+    with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[2:6, 0:4\] of w float"):
+        disjoint(ParamMeta("w", torch.float32, (6, 4)), {Block((0, 0), (2, 4)): [0]})
+
+
+SIZE = 48
+
+
+SHAPES = st.sampled_from([(SIZE,), (6, 8), (2, 4, 6), (3, 4, 4)])
+TARGETS = SHAPES.flatmap(lambda shape: views_of(numbered(shape), boxes=True)).map(View.seen)
+"""Views of a memory of `SIZE` elements that have each of their elements once."""
+
+
+def placed(name, target):
+    return "memory", Place(name, target, View.whole(target.sizes))
+
+
+def elements(target):
+    return {*target.of(torch.arange(SIZE)).flatten().tolist()}
+
+
+@given(st.lists(TARGETS, max_size=5))
+def test_shared_memory_is_found_exactly_for_overlapping_tensors(views):
+    own = {str(index): view for index, view in enumerate(views)}
+    found = {place.name for places in shared(placed(*one) for one in own.items()) for place in places}
+    meeting = [pair for pair in itertools.combinations(own, 2) if elements(own[pair[0]]) & elements(own[pair[1]])]
+    assert found == {name for pair in meeting for name in pair}
+
+
+@given(st.lists(TARGETS, min_size=2, max_size=4), st.integers(0, 3), st.data())
+def test_differing_finds_values_that_one_memory_cannot_hold(views, moved, data):
+    memory = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    own = {str(index): view for index, view in enumerate(views)}
+    tensors = {name: view.of(memory).reshape(-1).clone().view(view.sizes) for name, view in own.items()}
+    one = tensors[str(moved % len(own))]
+    if data.draw(st.booleans()):
+        one.view(-1)[data.draw(st.integers(0, one.numel() - 1))] += 1
+    holding = torch.zeros(SIZE)
+    for name, view in own.items():
+        view.of(holding).copy_(tensors[name])
+    held = all(torch.equal(view.of(holding), tensors[name]) for name, view in own.items())
+    groups = shared(placed(*one) for one in own.items())
+    assert held == (not any(differing(places, tensors) for places in groups))
+
+
+def test_what_a_worker_names_reaches_the_trainer_as_it_is():
+    groups = shared([placed("a", View((2, 3), (3, 1), 1)), placed("b", View((4,), (1,)))])
+    assert shared_in(json.loads(json.dumps({"shared": groups}))) == [list(group) for group in groups] != []
+    assert shared_in({"shared": groups}) == [list(group) for group in groups]
+    assert shared_in({}) == []
+
+
+@pytest.mark.parametrize(("digests", "refused"), [({"a": "1", "b": "1"}, False), ({"a": "1", "b": "2"}, True)])
+def test_digests_of_one_memory_have_to_be_equal(digests, refused):
+    groups = shared([placed("a", View((4,), (1,))), placed("b", View((4,), (1,))), placed("c", View((4,), (1,), 2))])
+    found = digests | {"c": "3"}  # which has other elements of it, too: its digest says nothing of theirs
+    if refused:
+        with pytest.raises(ManifestError, match="one memory for 'a' and 'b'"):
+            refuse_digests(groups, found)
+    else:
+        refuse_digests(groups, found)
+    refuse_digests(groups, {"a": digests["a"], "b": ""})
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}, False),
+        ({"text_config": {"tie_word_embeddings": True}}, True),
+        ({}, False),
+    ],
+)
+def test_a_config_ties_the_head_to_the_embedding_of_its_shape(config, tied):
+    class Source(MappingSource):
+        def files(self):
+            return {"config.json": json.dumps(config).encode()}
+
+    names = {"lm_head.weight": (6, 4), "model.embed_tokens.weight": (6, 4), "model.embed_positions.weight": (3, 4)}
+    found = tied_by_config(Source({name: torch.zeros(shape) for name, shape in names.items()}))
+    expected = [{"lm_head.weight", "model.embed_tokens.weight"}] if tied else []
+    assert [{place.name for place in places} for places in found] == expected

@@ -1,4 +1,4 @@
-"""What strangers and waits leave of the server for others: half requests, late bodies, and pauses that last."""
+"""What strangers and waits leave of the server for others, and what the command serves, or why it cannot."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 
 import httpx
+import pytest
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.engines.embedded import served_here
 from tests.processes import WAIT_S
 from torchrl_ext.base.deadline import Deadline
+from torchrl_ext.base.errors import EngineError
+from torchrl_ext.base.types import API_KEY_VARIABLE
+from torchrl_ext.control.serving.embedded import EmbeddedServer
 from torchrl_ext.engines.embedded import server as server_module
-from torchrl_ext.engines.embedded.__main__ import patient
+from torchrl_ext.engines.embedded.__main__ import main, patient
 
 KEY = "K"
 HALF = b"POST /pause HTTP/1.1\r\nHost: engine\r\nX-"
@@ -103,10 +109,13 @@ def test_without_the_key_a_request_is_refused_before_its_body():
 
 def test_no_route_but_that_of_probes_is_open():
     app = server_module.make_app(Held(), api_key=KEY)
+    rows = [(method, route.path) for route in app.routes for method in route.methods]
     with TestClient(app) as stranger:
-        rows = [(method, route.path) for route in app.routes for method in route.methods]
-        found = {path: stranger.request(method, path).status_code for method, path in rows}
-    assert found.pop("/health") == 200 and len(found) > 10 and set(found.values()) == {401}
+        for headers in ({}, {"authorization": "Bearer open"}, {"authorization": f"Basic {KEY}"}):
+            answers = {path: stranger.request(method, path, headers=headers) for method, path in rows}
+            assert answers.pop("/health").status_code == 200 and len(answers) > 10
+            assert {answer.status_code for answer in answers.values()} == {401}
+            assert "API key" in answers["/pause"].json()["error"]["message"]
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
@@ -130,3 +139,46 @@ def test_pauses_that_wait_take_no_thread_of_other_calls():
         version = label(server) if all(begun) else None
         server.engine.let_go.set()
         assert version == "7" and {one.result(WAIT_S).status_code for one in waiting} == {200}
+
+
+# the command
+
+
+def test_a_directory_without_a_model_is_named_by_the_error(tmp_path):
+    with pytest.raises(EngineError, match=f"{tmp_path} holds no model"):
+        EmbeddedServer(tmp_path)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs the command with an engine's options and others; returns its exit status and what it would serve."""
+    served = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+    def run(model, *options):
+        served.clear()
+        return main(["--model", str(model), "--port", "7", *options]), served
+
+    return run
+
+
+def routes(engine):
+    return [Route("/more", lambda request: Response())]
+
+
+def test_more_routes_are_served_where_the_command_names_them(run, checkpoint, caplog):
+    for options, there in (((), False), (("--routes", "tests.engines.embedded.test_listening:routes"), True)):
+        status, ((app, settings),) = run(checkpoint, *options, "--host", "0.0.0.0")
+        assert (status, settings["host"], settings["port"]) == (0, "0.0.0.0", 7)
+        assert settings["http"].__module__ == patient.__module__  # what it does is above
+        with TestClient(app) as client:
+            assert client.get("/health").status_code == 200
+            assert (client.get("/more").status_code == 200) == there
+    assert f"set {API_KEY_VARIABLE}" in caplog.text  # strangers reach such an address
+
+
+@pytest.mark.parametrize("routes", ["nowhere.at.all:routes", "torchrl_ext:nothing", "no module"])
+def test_missing_routes_are_named_and_no_server_starts(run, checkpoint, capsys, routes):
+    status, served = run(checkpoint, "--routes", routes)
+    assert (status, served) == (1, []) and capsys.readouterr().err.strip()

@@ -71,13 +71,3 @@ def test_engines_follow_by_each_row_of_the_table(serving, engines, row, tmp_path
         (version,) = tmp_path.glob("weight_v*")  # an older one, which every engine has loaded, is removed
         loaded = AutoModelForCausalLM.from_pretrained(version, dtype=torch.float32).state_dict()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_the_smallest_encoding_comes_first_in_the_guide(tmp_path):
-    sizes, old = [], tiny_model(0)
-    new = nudged(old, 0.01, 7)
-    for encoding in ("deltas_zstd", "deltas", "indices"):
-        sender = tx.WeightSender(tx.DeltaTransport(tmp_path / encoding, encoding=encoding))
-        sender.update_weights(old)
-        sizes.append(sender.update_weights(new).bytes)
-    assert sizes == sorted(sizes)
