@@ -56,7 +56,7 @@ def reports(rank):
 
 
 OURS = {"extra_args": ["--weight-transfer-config", json.dumps({"backend": "torchrl_ext"})]}
-vllm, fresh_vllm = (small(ServedVLLM, "module", **OURS) for _ in range(2))
+vllm, fresh_vllm, second_vllm = (small(ServedVLLM, "module", **OURS) for _ in range(3))
 
 
 @pytest.mark.parametrize("transport", ["delta", "sharded"])
@@ -95,3 +95,27 @@ def test_trls_trainer_sends_by_our_backend(vllm, checkpoint, tmp_path):
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     tokens = vllm.tokens()
     assert vllm.would_say(trained.eval(), tokens) and not vllm.would_say(tiny_model(0), tokens)
+
+
+SKYRL = os.environ.get("TORCHRL_EXT_SKYRL")
+SYNC = "skyrl/backends/skyrl_train/weight_sync"
+
+
+@pytest.mark.skipif(SKYRL is None, reason="TORCHRL_EXT_SKYRL names no repository")
+def test_skyrls_client_and_source_send_to_two_servers(vllm, second_vllm, tmp_path):
+    archive = ["git", "-C", str(SKYRL), "archive", "HEAD", f"{SYNC}/control_plane.py", f"{SYNC}/sources.py"]
+    packed = subprocess.run(archive, capture_output=True, timeout=WAIT_S)
+    if packed.returncode:
+        pytest.skip("the newest commit in TORCHRL_EXT_SKYRL does not send through vLLM's trainer API yet")
+    subprocess.run(["tar", "-x", "-C", tmp_path], input=packed.stdout, check=True)
+    told = (str(tmp_path / SYNC), str(tmp_path / "root"), [vllm.url, second_vllm.url], [11, 12])
+    with peer("peers/skyrl_trainer.py", tmp_path, *map(json.dumps, told)) as skyrl:
+        try:
+            for seed, report in zip((11, 12), reports(skyrl), strict=True):
+                assert report["proof"] == "rehearsed"
+                for served in (vllm, second_vllm):
+                    assert served.would_say(tiny_model(seed), served.tokens())
+                    assert served.is_called(str(report["version"]))
+            assert skyrl.wait(WAIT_S) == 0
+        finally:
+            skyrl.kill()
