@@ -98,7 +98,9 @@ def job(make, checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def client(job):
-    made = RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
+    actor = job.model("actor")
+    urls, kind = [info.url for info in actor.engines], actor.engines[0].kind
+    made = RemoteInferenceClient(proxy_url=actor.url, server_urls=urls, kind=kind, timeout_s=120)
     yield made
     made.close()
 

@@ -55,7 +55,10 @@ def now(fleet, routing, tmp_path_factory):
 @pytest.fixture
 def client(routing, now):
     # SGLang's router wants a name of completions; the servers take any
-    made = RemoteInferenceClient.of(routing, timeout_s=120, control_timeout_s=60, model_name="policy")
+    urls, kind = [info.url for info in routing.engines], routing.engines[0].kind
+    made = RemoteInferenceClient(
+        proxy_url=routing.url, server_urls=urls, kind=kind, timeout_s=120, control_timeout_s=60, model_name="policy"
+    )
     yield made
     made.run(made.resume())
     made.close()
