@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import torchrl_ext as tx
 from tests.data.transports.chains import checkpoint, folder, step, weights
-from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.cli.main import main
 from torchrl_ext.testing import same_bits
 
@@ -76,19 +75,6 @@ def test_verify_checks_deltas_on_a_checkpoint(tmp_path, capsys):
     file.unlink()
     found = asked(capsys, "verify", root, "--base", base, status=1)
     assert found["damaged"] == [2] and f"{file.name} is missing" in found["versions"][1]["error"]
-
-
-def test_gc_keeps_what_the_newest_keyframes_need(root, capsys):
-    assert asked(capsys, "gc", root, "--keep", 2) == {"root": str(root), "removed": [], "kept": [1, 2, 3, 4]}
-    assert asked(capsys, "gc", root)["removed"] == [1, 2]
-    assert asked(capsys, "verify", root)["damaged"] == []
-
-
-def test_gc_is_refused_while_a_trainer_publishes(root, capsys):
-    trainer = tx.make_transport("delta", root=root)
-    trainer.open(1, (), Deadline(60))
-    assert "another trainer" in asked(capsys, "gc", root, status=4)["error"]
-    trainer.shutdown()
 
 
 @pytest.mark.parametrize("version", [2, 3])

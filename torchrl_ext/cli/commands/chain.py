@@ -1,4 +1,4 @@
-"""``torchrl-ext chain``: look at, check, thin out and unpack the versions that a trainer published."""
+"""``torchrl-ext chain``: look at, check and unpack the versions that a trainer published."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Base = Annotated[
 Version = Annotated[int, typer.Argument(metavar="VERSION")]
 Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
 
-app = typer.Typer(help="List, check, prune and unpack the versions under a root.")
+app = typer.Typer(help="List, check and unpack the versions under a root.")
 
 
 def _reader(root: str, base: str | None) -> Reader:
@@ -115,28 +115,6 @@ def verify(root: Root, base: Base = None) -> int:
     good = sum(row["ok"] is True for row in rows)
     status = 0 if good == len(rows) else 1
     return answer(document, *lines, f"{good} of {len(rows)} versions match their digests", status=status)
-
-
-@app.command()
-def gc(
-    root: Root,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with every version that follows them.")
-    ] = 1,
-    base: Base = None,
-) -> int:
-    """Remove the versions before the newest keyframes.
-
-    Example: `torchrl-ext chain gc /shared/updates --keep 2`
-    """
-    reader = _reader(root, base)
-    reader.store.own()  # fails where a trainer has the lock: it collects by itself
-    try:
-        removed = reader.chain.collect(keep_keyframes=keep)
-    finally:
-        reader.store.disown()
-    document = {"root": reader.store.url, "removed": removed, "kept": reader.chain.numbers()}
-    return answer(document, f"removed {len(removed)} versions, kept {len(document['kept'])}")
 
 
 @app.command()
