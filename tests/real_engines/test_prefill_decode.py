@@ -11,7 +11,8 @@ import pytest
 import torchrl_ext as tx
 from tests.models import greedy, tiny_model
 from tests.real_engines.served import LONG, kept_keys
-from torchrl_ext.cli.environments import settings_for, settings_for_router
+from tests.routers import settings_for_router
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.topology import OwnedEngines
 

@@ -13,8 +13,8 @@ from tests.control.serving.test_membership import listed, report
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.pages import on_servers
 from tests.real_engines.served import sending, until_met
+from tests.routers import settings_for_router
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.routing import Routing
 from torchrl_ext.control.serving.server import RouterProcess

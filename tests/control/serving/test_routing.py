@@ -12,7 +12,7 @@ from tests.control.requests.aborts import started
 from tests.control.serving.test_membership import listed, report
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint
-from torchrl_ext.cli.environments import settings_for_router
+from tests.routers import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.routing import Routing
 
