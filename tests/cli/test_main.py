@@ -14,7 +14,7 @@ from torchrl_ext.control import discovery
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.versions.roots import Reader
 
-ACTIONS = [["chain", name] for name in ("ls", "verify", "materialize")]
+ACTIONS = [["chain", name] for name in ("ls", "materialize")]
 
 
 @pytest.fixture
