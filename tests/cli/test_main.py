@@ -41,7 +41,7 @@ def test_help_imports_no_torch_and_has_examples():
 
 @pytest.mark.parametrize(
     ("line", "meant"),
-    [("chain verfy root", "verify"), ("chian", "chain"), ("push d --engine a:1", "--engines")],
+    [("chain materialise root", "materialize"), ("chian", "chain"), ("push d --engine a:1", "--engines")],
 )
 def test_misspelt_word_is_answered_with_the_likely_one(line, meant, capsys):
     assert main(line.split()) == 2 and meant in capsys.readouterr().err
