@@ -32,6 +32,17 @@ def test_a_benchmark_runs(name, capsys):
     assert any(value not in ("", "0") for _, value in bench.figures(json.loads(capsys.readouterr().out)))
 
 
+@pytest.mark.exhaustive
+def test_transports_are_compared_with_their_references(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = json.loads(json.dumps(bench.measure_transports("tiny", 1)))
+    assert all(len(taken) == 1 and min(taken) > 0 for taken in found["seconds"].values())
+    for way, other in bench.REFERENCES.items():
+        compared = found[f"{way} / {other}"]
+        assert 0 < compared["low"] <= compared["median"] <= compared["high"]
+    assert not list(tmp_path.glob("torchrl-ext-bench-*"))
+
+
 def test_rounds_run_every_way_in_alternating_order():
     order = []
     taken = bench.rounds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)

@@ -15,6 +15,7 @@ from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.versions.roots import Reader
 
 ACTIONS = [["chain", name] for name in ("ls", "materialize")]
+ACTIONS += [["bench", name] for name in ("transport", "delta")]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_help_imports_no_torch_and_has_examples():
     program, *pages = document.removeprefix("help of").split("help of")
     assert all(name in program for name in COMMANDS)
     for page, line in zip(pages, lines[1:], strict=True):
-        assert "--json" in page and "None)" not in page and ("Example" in page or line == ["chain"])
+        assert "--json" in page and "None)" not in page and ("Example" in page or line in (["chain"], ["bench"]))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,23 @@
-"""What ``torchrl-ext bench`` measures: encodings, each beside references in the same run.
+"""What ``torchrl-ext bench`` measures: transports and encodings, each beside a reference in the same run.
 
-References are a plain copy of the same bytes, xor in zstd with a checksum of every tensor (what others publish), and
+Transports are measured between two processes of this machine. The reference of the collective (gloo) is one broadcast
+of a flat tensor with all the bytes; that of a publication is `safetensors.torch.save_file` and an fsync. References of
+encodings are a plain copy of the same bytes, xor in zstd with a checksum of every tensor (what others publish), and
 int32 + bf16 (what most others send).
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,21 +25,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 import zstandard
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, spawn
 
+from torchrl_ext.base.errors import TransportError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta
+from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.deltas.streams import find, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, units
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta import DeltaTransport
+from torchrl_ext.data.transports.disk import DiskTransport
 from torchrl_ext.data.versions.owned import FlatCopies
 from torchrl_ext.data.versions.payloads import DeltaFiles
 
 __all__ = [
-    "OTHERS", "OURS", "SIZES", "changes", "compare", "figures", "measure_encodings", "model_shapes", "ratio", "rounds",
-    "seconds", "synthetic_pair",
+    "OTHERS", "OURS", "REFERENCES", "SIZES", "changes", "compare", "figures", "measure_encodings", "measure_transports",
+    "model_shapes", "ratio", "rounds", "seconds", "synthetic_pair",
 ]  # fmt: skip
 
 Shapes = dict[str, tuple[int, ...]]
@@ -43,6 +57,9 @@ Layout = tuple[Callable[[str, Tensor, Tensor], Any], Callable[[list[Any]], int]]
 
 OURS = ("ulp", "context")
 """Encodings of ours that are measured."""
+REFERENCES = {"collective": "broadcast", "disk": "save_file"}
+"""Each transport, and the way that it is compared with."""
+_TIMEOUT_S = 120.0
 _POOLED = 1 << 16  # elements of a tensor on average, from which threads pay off for layouts that code tensor by tensor
 
 
@@ -157,6 +174,86 @@ def _step_for(density: float) -> float:
         changed = (master.to(torch.bfloat16) != (master + step * unit).to(torch.bfloat16)).float().mean()
         low, high = (step, high) if changed < density else (low, step)
     return high
+
+
+# transports
+
+
+def measure_transports(size: str, repeats: int) -> Info:
+    """Compare every transport with its reference, on the shapes of a model.
+
+    Args:
+        size: of `SIZES`.
+        repeats: rounds.
+
+    Returns:
+        JSON-safe: ``seconds`` and ``gb_per_s`` by way, and a ratio for each pair (above 1 the transport is faster).
+
+    Raises:
+        TransportError: a process failed, or the worker holds other weights than were sent.
+    """
+    shapes, total = SIZES[size], 2 * sum(map(math.prod, SIZES[size].values()))
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
+        try:
+            spawn(_take_part, (shapes, repeats, (free_port(), free_port()), Path(root)), nprocs=2)
+        except ProcessException as error:
+            raise TransportError(f"a process of the measurement failed: {error}") from None
+        taken = json.loads(Path(root, "taken.json").read_text())
+    return {
+        "size": size,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "tensors": len(shapes),
+        "bytes": total,
+        "seconds": taken,
+        "gb_per_s": {way: total / median(spent) / 1e9 for way, spent in taken.items()},
+        **{f"{way} / {other}": ratio(taken[way], taken[other]) for way, other in REFERENCES.items()},
+    }
+
+
+def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], root: Path) -> None:
+    """Go through all ways: rank 0 holds ones, and sends them to rank 1, which holds zeros."""
+    source, target = (
+        {name: torch.full(shape, value, dtype=torch.bfloat16) for name, shape in shapes.items()} for value in (1, 0)
+    )
+    flat, waits = torch.cat([one.view(-1) for one in source.values()]).view(torch.uint8), timedelta(seconds=_TIMEOUT_S)
+    gloo: Any = dist  # a group of its own: with a default group both processes would be ranks of one trainer
+    group = gloo.ProcessGroupGloo(gloo.TCPStore("127.0.0.1", ports[0], 2, rank == 0, waits), rank, 2, waits)
+    with VLLMCollectiveTransport("127.0.0.1", ports[1], rank, 2, "cpu", timeout_s=_TIMEOUT_S) as collective:
+        collective.init_all_workers_group({})
+
+        def move() -> None:
+            if rank == 0:
+                collective.send_weights("policy", source)
+            elif collective.receive_weights(_TIMEOUT_S, weights=target) is None:
+                raise TransportError(f"the trainer sent nothing within {_TIMEOUT_S:g} s")
+
+        def together(way: Callable[[], object]) -> None:  # the worker sleeps until then: waiting takes a core
+            group.barrier().wait()
+            way()
+            group.barrier().wait()
+
+        def publish() -> None:
+            shutil.rmtree(root / "disk", ignore_errors=True)
+            with DiskTransport(root / "disk") as transport:
+                transport.send_weights("policy", source)
+
+        def save() -> None:
+            save_file(source, root / "plain")
+            with open(root / "plain", "rb+") as file:
+                os.fsync(file.fileno())
+
+        by_trainer: dict[str, Callable[[], object]] = {"disk": publish, "save_file": save}
+        ways: dict[str, Callable[[], object]] = {
+            "collective": partial(together, move),
+            "broadcast": partial(together, lambda: group.broadcast(flat, 0).wait()),
+            **(by_trainer if rank == 0 else dict.fromkeys(by_trainer, lambda: None)),
+        }
+        taken = rounds(ways, repeats)
+    if rank == 0:
+        (root / "taken.json").write_text(json.dumps(taken))
+    elif not all(bool((tensor == 1).all()) for tensor in target.values()):
+        raise TransportError("the worker process holds other weights than were sent")
 
 
 # encodings

@@ -53,7 +53,7 @@ COMMANDS = {
     "plan": "recommend a transport for a deployment",
     "doctor": "find problems that would make an update fail",
     "watch": "show versions, bytes, lag and state of roots and engines, live",
-    "bench": "measure encodings on this machine",
+    "bench": "measure transports on this machine",
 }
 """Name -> one line."""
 
