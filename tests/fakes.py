@@ -27,7 +27,7 @@ from torchrl_ext.base.errors import EngineRefusedError, WeightSyncError
 from torchrl_ext.base.messages import Message, answered, partial_version, read
 from torchrl_ext.base.routes import CALL, CHANNEL, Flush
 from torchrl_ext.base.types import Info
-from torchrl_ext.compat.vllm_words import BACKEND, BUT, spoken
+from torchrl_ext.compat.vllm_words import BACKEND, one_by_one, spoken
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -390,9 +390,8 @@ class FakeEngine(Faults):
             assert info["world_size"] > info["rank_offset"] >= 1
             assert "nccl_unique_id_b64" in info or {"master_address", "master_port"} <= info.keys()
             return None
-        if info.pop(BUT, None) == self.url or not (answer := self._tell(read(info))):
-            return None
-        return self._refusal(f"EngineError: {spoken({**answer, 'engine': self.url})}.")
+        answer = one_by_one(info, lambda: self.url, lambda told: self._tell(read(told)))
+        return self._refusal(f"EngineError: {spoken(answer)}.") if answer else None
 
     def _start_vllm(self, asked: Info) -> None:
         if not self.stock:

@@ -9,12 +9,14 @@ from torch import nn
 
 from tests.compat.vllm_api import Client, Declared, FanOut, TRLs
 from tests.fakes import FakeEngine
-from torchrl_ext.base.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError
+from torchrl_ext.base.errors import ConfigError, EngineRefusedError, EngineUnreachableError, ManifestError, UpdateError
 from torchrl_ext.compat.vllm_api import (
+    ClientPort,
     TorchRLExtTrainerEngine,
     TorchRLExtTrainerInitInfo,
     VLLMSource,
 )
+from torchrl_ext.control.engine import Engine
 from torchrl_ext.data.weights.source import checked
 
 
@@ -70,12 +72,49 @@ def test_a_source_yields_what_it_declares_and_its_rank_holds():
         list(checked(part))
 
 
-def test_a_client_of_several_engines_is_refused(tmp_path):
-    """It hands on one engine's answer, and that of another one might be an error."""
-    with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
-        with pytest.raises(ConfigError, match="several engines"):
+class TestSeveral:
+    def test_each_server_behind_one_client_proves_its_update(self, tmp_path):
+        tensors = weights(1)
+        with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
+            client = FanOut(one.url, other.url)
+            assert Engine.of(ClientPort(client)).info().world_size == 2
+            engine = trainer(client, Declared(tensors), tmp_path)
+            other.unrehearsed = True  # the first has nothing to rehearse
+            paused(one, other)
+            assert engine.send_weights().proof == "rehearsed" and not other.unrehearsed
+            assert served(one, 1) and served(other, 1)
+            other.inject("fail", "POST /update_weights")
+            tensors |= weights(2)
+            with pytest.raises(UpdateError, match=rf"(?s){other.url} failed \[500\].*fails here.*part of an update"):
+                engine.send_weights()
+            assert engine.last_report.version == 1
+            other.heal()
+            assert engine.send_weights().verified and served(one, 2) and served(other, 2)
+            assert not one.wrongs and not other.wrongs
+
+    def test_failure_of_second_server_is_not_hidden_by_first(self, tmp_path):
+        refused = pytest.raises(EngineRefusedError, match=r"Invalid init_info.*--weight-transfer-config")
+        with FakeEngine("vllm") as one, FakeEngine("stock-vllm") as other, refused:
             trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)
-        assert not one.wrongs and not other.wrongs
+        with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
+            engine = trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)
+            paused(one)  # the other one serves, so that it refuses to rehearse
+            one.unrehearsed = other.unrehearsed = True
+            with pytest.raises(UpdateError, match="weights cannot change while the engine generates"):
+                engine.send_weights()
+
+    def test_transports_with_ranks_need_offsets(self):
+        tensors = weights(1)
+        with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
+            engine = trainer(FanOut(one.url, other.url), Declared(tensors), transport="collective")
+            paused(one, other)
+            with pytest.raises(UpdateError, match=r"several deployments.*rank_offset"):
+                engine.send_weights()
+            engine.shutdown()
+            client = FanOut(one.url, other.url, offsets=(1, 2))
+            engine = trainer(client, Declared(tensors), transport="collective", world_size=3)
+            assert engine.send_weights().verified and served(one, 1) and served(other, 1)
+            engine.shutdown()
 
 
 class TestFailures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -48,13 +49,31 @@ class TRLs(Client):
 
 
 class FanOut(Client):
-    """As SkyRL's: to every server; when all have answered, the words of the first that failed."""
+    """As SkyRL's: to every server at once; when all have answered, the words of the first that failed.
+
+    ``offsets`` has it give each server a rank offset of its own.
+    """
+
+    def __init__(self, *urls, offsets=None):
+        super().__init__(*urls)
+        self.offsets = offsets or [None] * len(urls)
+        self.threads = ThreadPoolExecutor(len(urls))
 
     def call(self, route, body=None):
-        failed = [answer for url in self.urls if (answer := self.http.post(f"{url}/{route}", json=body)).is_error]
-        if failed:
-            error = failed[0].json()["error"]
-            raise RuntimeError(f"call {route} failed: {error['message'] if isinstance(error, dict) else error}")
+        def post(url, offset):
+            told = body
+            if offset is not None and "init_info" in (body or {}):
+                assert int(body["init_info"]["world_size"]) > offset
+                told = {"init_info": {**body["init_info"], "rank_offset": offset}}
+            answer = self.http.post(f"{url}/{route}", json=told)
+            if answer.status_code >= 400:
+                error = answer.json()["error"]
+                detail = error["message"] if isinstance(error, dict) else error
+                raise RuntimeError(f"call {route} to {url} failed [{answer.status_code}]: {detail}")
+
+        calls = [self.threads.submit(post, *to) for to in zip(self.urls, self.offsets, strict=True)]
+        for error in filter(None, [call.exception() for call in calls]):
+            raise error
 
 
 class Declared:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Star
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import SyncReport
 from torchrl_ext.base.types import EngineInfo, Info, ParamMeta
-from torchrl_ext.compat.vllm_words import BACKEND, BUT, answers_in
+from torchrl_ext.compat.vllm_words import BACKEND, answers_in, each_answer
 from torchrl_ext.control.client import NullEngine
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import Answer
@@ -39,7 +40,9 @@ class TorchRLExtTrainerInitInfo:
     Attributes:
         transport, settings: of `torchrl_ext.make_transport`.
         sender: further arguments of `torchrl_ext.WeightSender`, such as ``dtype`` and ``verify``.
-        rank: of this process in the trainer. Rank 0 talks to the server.
+        rank: of this process in the trainer. Rank 0 talks to the servers.
+        world_size: 1 + the workers of all servers, if the client gives each server its own ``rank_offset``; None asks
+            the workers.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -49,15 +52,16 @@ class TorchRLExtTrainerInitInfo:
     sender: Info = field(default_factory=dict)
     _: KW_ONLY
     rank: int
+    world_size: int | None = None
 
 
 class TorchRLExtTrainerEngine:
     """Sends the weights of a source by a transport of ours, in the form of vLLM's `TrainerWeightTransferEngine`.
 
-    The caller pauses the server before `send_weights`, and resumes it and drops its caches after it.
+    The caller pauses the servers before `send_weights`, and resumes them and drops their caches after it.
 
     Attributes:
-        is_sender: whether this rank talks to the server.
+        is_sender: whether this rank talks to the servers.
         client, source: as given.
         last_report: of the last `send_weights` that succeeded; None before.
     """
@@ -87,12 +91,12 @@ class TorchRLExtTrainerEngine:
             source: a ``WeightSource`` of vLLM's.
 
         Raises:
-            ConfigError: a setting is invalid, the object is no source, or the client reaches several engines.
-            EngineError, DeadlineError: the server does not run our backend, or does not answer.
+            ConfigError: a setting is invalid, or the object is no source.
+            EngineError, DeadlineError: a server does not run our backend, or does not answer.
         """
         transport, is_sender = transports.make(init_info.transport, **init_info.settings), init_info.rank == 0
         weights = VLLMSource(source)
-        engine = Engine.of(ClientPort(client)) if is_sender else NullEngine()
+        engine = Engine.of(ClientPort(client, world_size=init_info.world_size)) if is_sender else NullEngine()
         engine.info()  # raises now instead of in the first update
         sender = WeightSender(transport, engine, rank=init_info.rank, **init_info.sender)
         sender.register_model(weights)
@@ -101,8 +105,8 @@ class TorchRLExtTrainerEngine:
     def send_weights(self) -> SyncReport:
         """Send the source's weights as the next version, from every trainer rank, and return the report.
 
-        It raises as `torchrl_ext.WeightSender.update_weights`. A server that holds a part of a version refuses to
-        resume; the next complete update makes it whole.
+        It raises as `torchrl_ext.WeightSender.update_weights`. Servers that hold a part of a version refuse to resume;
+        the next complete update makes them whole.
         """
         self.last_report = self._sender.update_weights()
         return self.last_report
@@ -145,28 +149,24 @@ class VLLMSource(WeightSource):
 
 @final
 class ClientPort(Port):
-    """The engine behind a client with the methods of vLLM's ``VLLMWeightSyncClient``, which stays paused.
+    """The servers behind a client with the methods of vLLM's ``VLLMWeightSyncClient``, as one engine that stays paused.
 
     `Load` and `Verify` go through its ``update_weights``, others through ``init_weight_transfer_engine``, whose
-    answers are in the words of the client's exception. A client of several engines raises the error of one of them, and
-    is refused.
+    answers are in the words of the client's exception. A client of several servers raises the error of one of them, so
+    a message is sent in a `torchrl_ext.base.routes.envelope` until no engine answers.
+
+    Args:
+        world_size: as of `TorchRLExtTrainerInitInfo`.
     """
 
     kind: ClassVar[str] = "vllm"
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, *, world_size: int | None = None) -> None:
+        self._client, self._size = client, world_size
         self.url = str(getattr(client, "base_url", "") or f"a {type(client).__name__}")
 
     def describe(self) -> EngineInfo:
-        found = [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]
-        if not found:
-            expected = "a client that raises errors in the server's words"
-            raise EngineRefusedError(f"no worker behind {self.url} answered", expected=expected)
-        if self._ask(Inspect(), **{BUT: found[0].get("engine")}):
-            expected = "one engine behind a client, which raises the answer of one"
-            hint = "update all of them by torchrl_ext.connect and WeightSender"
-            raise ConfigError(f"{self.url} reaches several engines", expected=expected, hint=hint)
+        found = self._workers()
         version = max(answer.get("version", 0) for answer in found)
         return EngineInfo(url=self.url, kind=self.kind, world_size=len(found), weight_version=str(version or ""))
 
@@ -177,7 +177,7 @@ class ClientPort(Port):
         return EngineState(whole=True)
 
     def pause(self) -> None:
-        """Do nothing, as `resume`: the client's owner pauses and resumes the server."""
+        """Do nothing, as `resume`: the client's owner pauses and resumes the servers."""
 
     def resume(self) -> None:
         """See `pause`."""
@@ -185,6 +185,7 @@ class ClientPort(Port):
     def call(self, message: Message) -> list[Info]:
         match message:
             case Join():
+                self._refuse(message)
                 with suppress(EngineRefusedError):  # an earlier trainer may have left an update open
                     self._call(self._client.finish_weight_update)
             case Start():
@@ -198,8 +199,23 @@ class ClientPort(Port):
                 return answers
         return self._ask(message)
 
-    def _ask(self, message: Message, **more: Any) -> list[Info]:
-        return self._call(self._client.init_weight_transfer_engine, {**message.to_json(), **more})
+    def _refuse(self, message: Join) -> None:
+        """Refuse several deployments that would take the same ranks in one group."""
+        if self._size is None and "root" not in message.offer:  # workers that read files have no ranks
+            found = self._workers()
+            if len(found) > max(answer.get("workers", 1) for answer in found):
+                what = f"{self.url} reaches several deployments, whose workers would all join as the same ranks"
+                expected = "delta or disk; or a client that gives each server its own rank_offset, and world_size"
+                raise ConfigError(what, expected=expected, state="nothing was sent")
+
+    def _workers(self) -> list[Info]:
+        if found := [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]:
+            return found
+        expected = "a client that raises errors in the server's words"
+        raise EngineRefusedError(f"no worker behind {self.url} answered", expected=expected)
+
+    def _ask(self, message: Message) -> list[Info]:
+        return each_answer(partial(self._call, self._client.init_weight_transfer_engine), message, self._size)
 
     def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> list[Info]:
         """Call the client; return the answers in its error's words, or raise an error of ours in the worker's words."""

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from torchrl_ext.base.errors import EngineError
 from torchrl_ext.base.messages import Start, read
 from torchrl_ext.base.types import Info
-from torchrl_ext.compat.vllm_words import BUT, spoken
+from torchrl_ext.compat.vllm_words import one_by_one, spoken
 from torchrl_ext.engines.vllm.worker import VLLMWorker, gather_words
 
 __all__ = ["TorchRLExtEngine"]
@@ -46,7 +46,7 @@ class TorchRLExtEngine(WeightTransferEngine[_Init, _Update]):
         return _Update(update_dict)
 
     def init_transfer_engine(self, init_info: _Init) -> None:
-        self._say(lambda: self._asked(init_info.info))
+        self._say(lambda: one_by_one(init_info.info, lambda: self._name, lambda info: self.ours.handle(read(info))))
 
     def start_weight_update(self) -> None:
         self._say(lambda: self.ours.handle(Start()))
@@ -62,12 +62,6 @@ class TorchRLExtEngine(WeightTransferEngine[_Init, _Update]):
 
     def shutdown(self) -> None:
         """Do nothing: the worker leaves by messages."""
-
-    def _asked(self, info: Any) -> Info:
-        if isinstance(info, dict) and info.pop(BUT, None) == self._name:
-            return {}
-        answer = self.ours.handle(read(info))
-        return answer and {**answer, "engine": self._name}
 
     @cached_property
     def _name(self) -> str:
