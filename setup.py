@@ -28,9 +28,9 @@ EXTRAS = {
     "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "twine>=5"],
     "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }
-EXTRAS["testing"] = ["pytest>=8", "hypothesis>=6.100"]
+EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [
-    *EXTRAS["testing"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"], *EXTRAS["plot"],
+    *EXTRAS["testing"], "hypothesis>=6.100", *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"], *EXTRAS["plot"],
     "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "psutil>=5.9", "httpx>=0.27",
     "moto[server]>=5",
 ]  # fmt: skip

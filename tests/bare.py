@@ -15,7 +15,6 @@ NEEDS = {
     "torchrl_ext.compat.vllm_backend": "vllm",
     "torchrl_ext.engines.vllm": "vllm",
     "torchrl_ext.testing.engine": "pytest",
-    "torchrl_ext.testing.stateful": "hypothesis",
     "torchrl_ext.testing.transports": "pytest",
 }
 """Modules, and packages with all of theirs, by the package of an extra or of an engine that they need."""

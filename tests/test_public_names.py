@@ -74,7 +74,7 @@ def test_a_name_that_does_not_exist_is_answered_with_the_names():
         tx.make_transport("dsik")
     with pytest.raises(ConfigError, match=r"no engine called 'vlm'.*did you mean 'vllm'"):
         tx.make_engine("vlm")
-    with pytest.raises(ConfigError, match=r"no transport called 'postcard'.*Next: register it, or install"):
+    with pytest.raises(ConfigError, match=r"no transport called 'postcard'.*Next: install its package"):
         tx.make_transport("postcard")
     with pytest.raises(ConfigError, match="does not take these settings"):
         tx.make_transport("disk", path="/tmp")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchrl_ext.base.deadline import Deadline, beside, in_thread, one_at_a_time
+from torchrl_ext.base.deadline import Deadline, beside, in_thread
 from torchrl_ext.base.errors import DeadlineError, TransportError
 
 LONG_S, WAIT_S = 3600.0, 60.0
@@ -44,22 +44,6 @@ def test_a_shorter_deadline_is_never_later_than_the_one_it_is_in():
     spent = Deadline(0.0)
     assert spent.over and not Deadline(LONG_S).over
     assert spent.again().timeout_s == 0
-
-
-def test_check_raises_only_when_it_is_over():
-    Deadline(LONG_S).check("nothing moved")
-    with pytest.raises(DeadlineError, match="nothing moved within 0 s") as met:
-        Deadline(0).check("nothing moved", hint="look at the network")
-    assert met.value.hint == "look at the network"
-
-
-def test_a_second_call_is_refused_while_one_runs():
-    lock = threading.Lock()
-    with one_at_a_time(lock, KeyError("busy")):
-        with pytest.raises(KeyError, match="busy"), one_at_a_time(lock, KeyError("busy")):
-            pass
-        assert lock.locked()
-    assert not lock.locked()
 
 
 class TestBeside:

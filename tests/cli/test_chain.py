@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import torchrl_ext as tx
-from tests.data.transports.chains import checkpoint, folder, step, weights
-from torchrl_ext.base.deadline import Deadline
+from tests.data.transports.chains import checkpoint, step, weights
 from torchrl_ext.cli.main import main
 from torchrl_ext.testing import same_bits
 
@@ -44,51 +43,26 @@ def test_ls_names_kind_base_bytes_encoding_and_density(root, capsys):
     assert main(["chain", "ls", str(root)]) == 0 and "keyframe+delta" in capsys.readouterr().out
 
 
-def test_verify_recomputes_and_names_what_is_damaged(root, capsys):
+@pytest.mark.parametrize(("version", "file"), [(3, "model.safetensors"), (4, "*.bin")])
+def test_what_is_damaged_is_named_and_not_unpacked(root, tmp_path, capsys, version, file):
     (root / "weight_v000005").mkdir()  # which somebody began to write
     assert [row["version"] for row in asked(capsys, "ls", root)["versions"]] == [1, 2, 3, 4]
-    found = asked(capsys, "verify", root)
-    assert found["damaged"] == [] and len(found["versions"]) == 4 and found["incomplete"] == [5]
-    file = root / "weight_v000003" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    found = asked(capsys, "verify", root, status=1)
-    assert found["damaged"][0] == 3
-    assert "model.safetensors is damaged" in found["versions"][2]["error"] and "'b'" in found["versions"][2]["error"]
+    (path,) = (root / f"weight_v{version:06d}").glob(file)
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    error = asked(capsys, "materialize", root, version, tmp_path / "out", status=1)["error"]
+    assert path.name in error and not (tmp_path / "out").exists()
 
 
-def test_verify_checks_deltas_on_a_checkpoint(tmp_path, capsys):
-    """Two deltas on a checkpoint, a full version, and a delta on that; without the base the first two are unchecked."""
+def test_a_delta_on_a_checkpoint_is_unpacked_from_it(tmp_path, capsys):
     own, root = weights(), tmp_path / "root"
     base = checkpoint(tmp_path / "base", own)
-    with tx.make_transport("delta", root=root, base=base, keyframe_every=3, keep_files=True) as trainer:
-        for version in range(1, 5):
-            step(own, version)
-            trainer.send_weights("policy", own)
-    assert [row["ok"] for row in asked(capsys, "verify", root, "--base", base)["versions"]] == [True] * 4
-    found = asked(capsys, "verify", root, status=1)
-    assert (found["damaged"], found["unchecked"]) == ([], [1, 2]) and "--base" in found["versions"][0]["error"]
-    (file,) = [path for path in folder(root, 2).iterdir() if path.suffix in (".bin", ".safetensors")]
-    file.write_bytes(file.read_bytes()[:-5] + b"wrong")
-    found = asked(capsys, "verify", root, "--base", base, status=1)
-    assert (found["damaged"], found["unchecked"]) == ([2], [])
-    file.unlink()
-    found = asked(capsys, "verify", root, "--base", base, status=1)
-    assert found["damaged"] == [2] and f"{file.name} is missing" in found["versions"][1]["error"]
-
-
-def test_gc_keeps_what_the_newest_keyframes_need(root, capsys):
-    assert asked(capsys, "gc", root, "--keep", 2) == {"root": str(root), "removed": [], "kept": [1, 2, 3, 4]}
-    assert asked(capsys, "gc", root)["removed"] == [1, 2]
-    assert asked(capsys, "verify", root)["damaged"] == []
-
-
-def test_gc_is_refused_while_a_trainer_publishes(root, capsys):
-    trainer = tx.make_transport("delta", root=root)
-    trainer.open(1, (), Deadline(60))
-    assert "another trainer" in asked(capsys, "gc", root, status=4)["error"]
-    trainer.shutdown()
+    with tx.make_transport("delta", root=root, base=base, keyframe_every=3) as trainer:
+        step(own, 1)
+        trainer.send_weights("policy", own)
+    assert "--base" in asked(capsys, "materialize", root, 1, tmp_path / "out", status=2)["error"]
+    asked(capsys, "materialize", root, 1, tmp_path / "out", "--base", base)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(same_bits(found[name], tensor) for name, tensor in own.items())
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from tests.processes import ROOT, WAIT_S
 from tests.terminals import on_terminal
 
@@ -25,11 +23,6 @@ def test_a_step_is_shown_on_a_terminal_with_its_share():
     shown, _ = on_terminal(SLOW)
     assert "reading a checkpoint" in shown
     assert re.search("(25|50|75)%", shown)
-
-
-@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TTY_INTERACTIVE": "0"}])
-def test_a_terminal_that_wants_no_bars_gets_none(variables):
-    assert on_terminal(SLOW, **variables)[0] == ""
 
 
 def test_without_a_terminal_nothing_is_shown():

@@ -14,7 +14,7 @@ from torchrl_ext.control import discovery
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.versions.roots import Reader
 
-ACTIONS = [["chain", name] for name in ("ls", "verify", "gc", "materialize")]
+ACTIONS = [["chain", name] for name in ("ls", "materialize")]
 ACTIONS += [["bench", name] for name in ("transport", "delta")]
 
 
@@ -42,7 +42,7 @@ def test_help_imports_no_torch_and_has_examples():
 
 @pytest.mark.parametrize(
     ("line", "meant"),
-    [("chain verfy root", "verify"), ("chian", "chain"), ("push d --engine a:1", "--engines")],
+    [("chain materialise root", "materialize"), ("chian", "chain"), ("push d --engine a:1", "--engines")],
 )
 def test_misspelt_word_is_answered_with_the_likely_one(line, meant, capsys):
     assert main(line.split()) == 2 and meant in capsys.readouterr().err

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.control.servers import running
 from tests.engines.embedded import EmbeddedServer
@@ -17,7 +15,6 @@ from tests.models import greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.requests.client import InferenceClient
-from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.weights.digests import position_digest
 
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
@@ -69,11 +66,10 @@ def holds(engine, directory):
     )
 
 
-@pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
+@pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start, other, capsys):
-    extra = ["--base", start] if transport == "delta" else []
     before = pushed(capsys, start, engines)["report"]["version"]
-    document = pushed(capsys, other, engines, "--transport", transport, *extra)
+    document = pushed(capsys, other, engines, "--transport", transport)
     report = document["report"]
     assert document["pushed"] and report["version"] == before + 1 and report["verified"]
     assert report["transport"] == transport and [row["state"] for row in report["engines"]] == ["serving"] * 2
@@ -82,28 +78,12 @@ def test_every_engine_serves_the_checkpoint_afterwards(transport, engines, start
     assert says(engines[0], 8) == greedy(tiny_model(1), PROMPT, 8)
 
 
-def test_delta_push_carries_changes_against_running_weights(fresh, start, tmp_path, capsys):
-    step, second = tmp_path / "step", tmp_path / "second"
-    for source, target in ((start, step), (step, second)):
-        shutil.copytree(source, target)
-        weights = load_file(source / "model.safetensors")
-        weights["model.norm.weight"][:3] += 1.0
-        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    document = pushed(capsys, step, [fresh], "--transport", "delta")["report"]
-    assert 0 < document["density"] < 1e-4 and document["bytes"] < document["model_bytes"] / 50
-    assert holds(fresh, step) and document["encoding"] == "ulp"
-    document = pushed(capsys, second, [fresh], "--transport", "delta", "--base", step, "--encoding", "deltas")["report"]
-    assert document["density"] < 1e-4 and holds(fresh, second) and document["encoding"] == "deltas"
-
-
-def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, other, tmp_path, capsys):
+def test_weights_that_do_not_fit_are_refused_before_the_pause(fresh, start, tmp_path, capsys):
     strange, before = tiny_checkpoint(tmp_path / "strange", hidden_size=64), says(fresh)
     document = pushed(capsys, strange, [fresh], status=3)
     assert document["type"] == "UpdateError" and "lm_head.weight" in document["error"] and not document["pushed"]
-    stale = pushed(capsys, start, [fresh], "--transport", "delta", "--base", other, status=3)
-    for found in (document, stale):
-        (row,) = found["report"]["engines"]
-        assert row["state"] == "serving" and row["pause_s"] == 0
+    (row,) = document["report"]["engines"]
+    assert row["state"] == "serving" and row["pause_s"] == 0
     assert says(fresh) == before and holds(fresh, start)
     assert pushed(capsys, start, [fresh])["pushed"]
 
@@ -131,8 +111,7 @@ def test_a_root_is_left_as_it_was_unless_files_are_to_stay(keep, engines, start,
 @pytest.mark.parametrize(
     ("argv", "status", "kind", "word"),
     [
-        ("dir --engines 127.0.0.1:9 --base x", 2, "ConfigError", "--transport delta"),
-        ("dir --transport collective --root x --engines 127.0.0.1:9", 2, "ConfigError", "--transport disk or delta"),
+        ("dir --transport collective --root x --engines 127.0.0.1:9", 2, "ConfigError", "--transport disk"),
         ("--engines 127.0.0.1:9 127.0.0.1:8 dir --keep-files", 2, "ConfigError", "--root"),
         ("--engines 127.0.0.1:9 dir --dtype float99", 2, "ConfigError", "'float99'"),
         ("nowhere --engines 127.0.0.1:9", 2, "ConfigError", "no checkpoint"),
@@ -153,15 +132,6 @@ def test_engines_of_two_makes_are_refused_before_broadcast(start, capsys):
 
 
 def test_engines_that_cannot_follow_are_refused(start, capsys):
-    server = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": ["delta"]}
-    for info, words in ((server, ("/m", "--base")), (server | {"transports": []}, ("doctor",))):
-        with running(get_server_info=(200, info), get_get_world_size=(404, {})) as served:
-            document = pushed(capsys, start, [served], "--transport", "delta", status=2)
-        assert all(word in document["error"] for word in words)
-
-
-def test_files_under_a_url_are_removed(s3, start, other, capsys):
-    root = f"s3://bucket/{uuid.uuid4().hex}"
-    with EmbeddedServer(start, threads=1) as engine:
-        assert pushed(capsys, other, [engine], "--transport", "delta", "--root", root)["pushed"]
-    assert not open_store(root).list()
+    info = {"engine": "embedded", "version": "1", "model": "/m", "parallel_config": {}, "transports": []}
+    with running(get_server_info=(200, info), get_get_world_size=(404, {})) as served:
+        assert "doctor" in pushed(capsys, start, [served], status=2)["error"]

@@ -7,9 +7,9 @@ import pytest
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
+from tests.routers import settings_for_router
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.base.types import EngineInfo
-from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
 from torchrl_ext.control.serving.router import RouterClient

@@ -1,14 +1,11 @@
 """SkyRL's client, held against servers that write down what they are asked."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 
 from tests.control.servers import running
-from tests.models import tiny_tokenizer
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.compat.skyrl import PauseMode, RemoteInferenceClient
 
 GENERATE = "POST /inference/v1/generate"
@@ -156,21 +153,3 @@ def test_invalid_input_or_settings_are_refused_before_a_request(server, client, 
     monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "2")
     assert made(server)._requests._limit == 2
     assert not server.calls
-
-
-def test_client_of_a_routing_takes_its_router_and_engines():
-    engines = [EngineInfo(url=f"http://{name}:1", kind="sglang") for name in "ab"]
-    found = RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=engines, api_key="key"), timeout_s=5)
-    assert (found.proxy_url, found.server_urls, found.kind) == ("http://r:1", ("http://a:1", "http://b:1"), "sglang")
-    assert (found.api_key, found.timeout_s) == ("key", 5)
-    with pytest.raises(ConfigError, match="no engine is registered"):
-        RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=[], api_key=None))
-
-
-def test_own_tokenizer_replaces_the_engines_tokenize_routes(server):
-    tokenizer = tiny_tokenizer()
-    client = made(server, tokenizer=tokenizer)
-    ids = tokenizer("the trainer", add_special_tokens=False)["input_ids"]
-    assert client.run(client.tokenize(["the trainer"], add_special_tokens=False)) == [ids]
-    assert client.run(client.detokenize([ids])) == ["the trainer"] and not server.calls
-    client.close()

@@ -13,8 +13,9 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, VOCAB, doubtful, greedy
 from tests.processes import COMMAND, WAIT_S, family, finished, maps_of
+from tests.routers import settings_for_router
 from torchrl_ext.base.registry import engines
-from torchrl_ext.cli.environments import settings_for, settings_for_router
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.cli.main import main
 from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.serving import routing

@@ -11,7 +11,8 @@ import pytest
 import torchrl_ext as tx
 from tests.models import greedy, tiny_model
 from tests.real_engines.served import LONG, kept_keys
-from torchrl_ext.cli.environments import settings_for, settings_for_router
+from tests.routers import settings_for_router
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.topology import OwnedEngines
 
@@ -98,7 +99,9 @@ def job(make, checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def client(job):
-    made = RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
+    actor = job.model("actor")
+    urls, kind = [info.url for info in actor.engines], actor.engines[0].kind
+    made = RemoteInferenceClient(proxy_url=actor.url, server_urls=urls, kind=kind, timeout_s=120)
     yield made
     made.close()
 

@@ -13,8 +13,8 @@ from tests.control.serving.test_membership import listed, report
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.pages import on_servers
 from tests.real_engines.served import sending, until_met
+from tests.routers import settings_for_router
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.routing import Routing
 from torchrl_ext.control.serving.server import RouterProcess
@@ -55,7 +55,10 @@ def now(fleet, routing, tmp_path_factory):
 @pytest.fixture
 def client(routing, now):
     # SGLang's router wants a name of completions; the servers take any
-    made = RemoteInferenceClient.of(routing, timeout_s=120, control_timeout_s=60, model_name="policy")
+    urls, kind = [info.url for info in routing.engines], routing.engines[0].kind
+    made = RemoteInferenceClient(
+        proxy_url=routing.url, server_urls=urls, kind=kind, timeout_s=120, control_timeout_s=60, model_name="policy"
+    )
     yield made
     made.run(made.resume())
     made.close()

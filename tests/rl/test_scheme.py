@@ -40,7 +40,6 @@ from torchrl_ext.base.errors import (
     UpdateError,
 )
 from torchrl_ext.data.versions.reader import ChainReader
-from torchrl_ext.rl.scheme import register_backends
 
 Scheme = tx.TransportWeightSyncScheme
 STATE = "policy.module[2]"
@@ -108,7 +107,7 @@ def test_workers_keep_their_factories_policies_without_one(forked, first):
         next(iter(collector))
         for own, held in zip(first, worker_weights(collector), strict=True):
             assert same(held, make_policy(own).state_dict())
-        collector.update_policy_weights_({1: TensorDict.from_module(make_policy(5)).data})
+        collector.update_policy_weights_(TensorDict.from_module(make_policy(5)).data, worker_ids=1)
         for own, held in zip((first[0], 5), worker_weights(collector), strict=True):
             assert same(held, make_policy(own).state_dict())
     finally:
@@ -309,14 +308,6 @@ def test_what_moves_is_torchrls_machinery(transport):
             scheme.connect()
         scheme.shutdown()
         assert end.receive() is not None and end.receive() is None  # the trainer has left: there is nothing to wait for
-
-
-def test_from_backend_makes_schemes_of_registered_names():
-    register_backends()
-    for name in tx.transports():
-        scheme = WeightSyncScheme.from_backend(name, timeout_s=7)
-        assert type(scheme) is Scheme and (scheme.transport, scheme.timeout_s) == (name, 7)
-    assert type(WeightSyncScheme.from_backend("process")) is MultiProcessWeightSyncScheme
 
 
 # bad input, and failures

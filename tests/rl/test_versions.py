@@ -37,24 +37,20 @@ def said(data):
 
 
 @given(rows=ROWS, lag=st.integers(0, 6))
-def test_max_lag_masks_stale_tokens_or_drops_trajectories(rows, lag):
+def test_max_lag_masks_stale_tokens(rows, lag):
     """Also tokens of unknown versions, and of numbers that this run has not reached."""
     fresh = [[version in range(max(0, 5 - lag), 6) for version in row] for row in rows]
     data, looks = batch(*rows), MaxLag(lag, lambda: 5)
-    out, kept = looks(data), MaxLag(lag, lambda: 5, drop=True)(data)
+    out = looks(data)
     assert said(out) == [[0, 0, *map(int, row)] for row in fresh]
     scored = [torch.isfinite(row["log_probs", "full"]).tolist() for row in out.unbind(0)]
     assert scored == [[False, False, *row] for row in fresh]
     assert said(data) == [[0, 0] + [1] * len(row) for row in rows]  # what is stored is not changed
     assert (looks.seen, looks.stale) == (sum(map(len, rows)), sum(not one for row in fresh for one in row))
-    assert kept.batch_size == (sum(map(all, fresh)),)
-    assert (said(kept) if any(map(all, fresh)) else []) == [[0, 0] + [1] * len(row) for row in fresh if all(row)]
 
 
-def test_turns_of_a_trajectory_are_dropped_together():
+def test_each_turn_of_a_trajectory_is_masked_by_itself():
     turns = TensorDict.lazy_stack([batch([2], [2]), batch([2], [1])], 0)
-    out = MaxLag(0, lambda: 2, drop=True)(turns)
-    assert out.batch_size == (1, 2)
     assert said(MaxLag(0, lambda: 2)(turns)) == [[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
 

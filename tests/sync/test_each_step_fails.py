@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.sync.ends import made
+from tests.sync.life import BEFORE_THE_PAUSE, IN_THE_PAUSE, MOMENTS, Trained, TransportLife
 from torchrl_ext.base.errors import EngineRefusedError, UpdateError
-from torchrl_ext.testing.stateful import BEFORE_THE_PAUSE, IN_THE_PAUSE, MOMENTS, Trained, TransportLife
 
 
 def fails(trained, step, moment, error=RuntimeError):

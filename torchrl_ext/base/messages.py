@@ -71,10 +71,6 @@ class Message(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     def to_json(self) -> Info:
         return {"format": FORMAT, "release": torchrl_ext.__version__, **super().to_json()}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the JSON form: pickle looks for the name of `msgspec.UNSET` in every imported module."""
-        return type(self).from_json, (self.to_json(),)
-
     @classmethod
     def from_json(cls, info: Any, what: str = "") -> Self:
         """Decode a message of this class; ``format`` and ``release`` may be missing, and are not checked.

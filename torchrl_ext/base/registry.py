@@ -13,9 +13,10 @@ import difflib
 import importlib
 import inspect
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ __all__ = ["Make", "Makes", "Registry", "encodings", "engines", "transports"]
 
 
 class Registry:
-    """A growing table of named implementations of one contract.
+    """A table of named implementations of one contract.
 
     Args:
         kind: the noun in messages, for example ``"transport"``.
@@ -35,31 +36,23 @@ class Registry:
         group: entry-point group through which other packages add names; None for a closed table.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        entries: Mapping[str, tuple[str, str]] = MappingProxyType({}),
-        *,
-        group: str | None = None,
-    ) -> None:
-        self._kind, self._group = kind, group
-        self._others = f"register it, or install its package, which names it in {group!r}" if group else None
-        self._loading = threading.Lock()
-        self._entries = {name: (f"torchrl_ext.{path}", summary) for name, (path, summary) in entries.items()}
+    def __init__(self, kind: str, entries: Mapping[str, tuple[str, str]], *, group: str | None = None) -> None:
+        self._kind, self._own, self._group = kind, entries, group
 
-    def register(self, name: str, path: str, summary: str) -> None:
-        """Add ``name`` for the class at ``path`` (``"package.module:Class"``).
-
-        Raises:
-            ConfigError: the name is taken by another class.
-        """
-        taken, _ = self._entries.setdefault(name, (path, summary))
-        if taken != path:
-            raise ConfigError(f"{self._kind} name {name!r} is taken by {taken}", hint="pick another name")
+    @cached_property
+    def _entries(self) -> dict[str, tuple[str, str]]:
+        """The path and the summary of each name; one that is taken keeps its class."""
+        found = {name: (f"torchrl_ext.{path}", summary) for name, (path, summary) in self._own.items()}
+        for point in () if self._group is None else entry_points(group=self._group):
+            package = point.dist.name if point.dist else "an unknown one"
+            path, _ = found.setdefault(point.name, (point.value, f"of package {package}"))
+            if path != point.value:
+                words = "%s %r of package %s is left out: the name is taken by %s"
+                log.warning(words, self._kind, point.name, package, path)
+        return found
 
     def names(self) -> MappingProxyType[str, str]:
         """Return a read-only mapping of each name to its one-line summary."""
-        self._load_entry_points()
         return MappingProxyType({name: summary for name, (_, summary) in self._entries.items()})
 
     def load(self, name: str) -> type[Any]:
@@ -68,19 +61,18 @@ class Registry:
         Raises:
             ConfigError: the name is not registered, its import fails, or its module lacks the class.
         """
-        self._load_entry_points()
         if name not in self._entries:
             raise self._unknown(name, self._entries)
         return self._imported(name, self._entries[name][0])
 
     def _unknown(self, name: str, known: Iterable[str]) -> ConfigError:
-        """Return the error for an unregistered name, with a suggestion."""
         names = sorted(known)
         close = difflib.get_close_matches(str(name), names, n=1)
+        others = self._group and f"install its package, which names it in {self._group!r}"
         return ConfigError(
             f"there is no {self._kind} called {name!r}",
             expected=f"one of {', '.join(names)}",
-            hint=f"did you mean {close[0]!r}?" if close else self._others,
+            hint=f"did you mean {close[0]!r}?" if close else others,
         )
 
     def make(self, name: str, **settings: Any) -> Any:
@@ -112,26 +104,6 @@ class Registry:
             if isinstance(error, ImportError):
                 hint = "install the package that the message names"
             raise ConfigError(f"{self._kind} {name!r} cannot be imported: {error}", hint=hint) from error
-
-    def _load_entry_points(self) -> None:
-        """Add the entry points of intact packages, once, or again after an OSError; a taken name keeps its class."""
-        if self._group is None:
-            return
-        from importlib.metadata import distributions  # imported late: only this method needs it
-
-        with self._loading:
-            group, refused = self._group, False
-            for package in distributions() if group is not None else ():
-                try:
-                    for point in package.entry_points.select(group=group):
-                        path, _ = self._entries.setdefault(point.name, (point.value, f"of package {package.name}"))
-                        if path != point.value:
-                            words = "%s %r of package %s is left out: the name is taken by %s"
-                            log.warning(words, self._kind, point.name, package.name, path)
-                except Exception as error:  # noqa: BLE001 - damaged files may raise anything
-                    refused |= isinstance(error, OSError)
-                    log.warning("%ss of one package are left out: %s", self._kind, error)
-            self._group = group if refused else None
 
 
 transports = Registry(

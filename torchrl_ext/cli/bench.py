@@ -1,9 +1,9 @@
 """What ``torchrl-ext bench`` measures: transports and encodings, each beside a reference in the same run.
 
 Transports are measured between two processes of this machine. The reference of the collective (gloo) is one broadcast
-of a flat tensor with all the bytes; that of shared memory is ``copy_`` of every tensor within one process; that of a
-publication is `safetensors.torch.save_file` and an fsync. References of encodings are a plain copy of the same bytes,
-xor in zstd with a checksum of every tensor (what others publish), and int32 + bf16 (what most others send).
+of a flat tensor with all the bytes; that of a publication is `safetensors.torch.save_file` and an fsync. References of
+encodings are a plain copy of the same bytes, xor in zstd with a checksum of every tensor (what others publish), and
+int32 + bf16 (what most others send).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -42,7 +41,6 @@ from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.transports.delta import DeltaTransport
 from torchrl_ext.data.transports.disk import DiskTransport
-from torchrl_ext.data.transports.ipc import IPCTransport
 from torchrl_ext.data.versions.owned import FlatCopies
 from torchrl_ext.data.versions.payloads import DeltaFiles
 
@@ -59,7 +57,7 @@ Layout = tuple[Callable[[str, Tensor, Tensor], Any], Callable[[list[Any]], int]]
 
 OURS = ("ulp", "context")
 """Encodings of ours that are measured."""
-REFERENCES = {"collective": "broadcast", "ipc": "copy", "disk": "save_file"}
+REFERENCES = {"collective": "broadcast", "disk": "save_file"}
 """Each transport, and the way that it is compared with."""
 _TIMEOUT_S = 120.0
 _POOLED = 1 << 16  # elements of a tensor on average, from which threads pay off for layouts that code tensor by tensor
@@ -197,7 +195,7 @@ def measure_transports(size: str, repeats: int) -> Info:
     shapes, total = SIZES[size], 2 * sum(map(math.prod, SIZES[size].values()))
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
         try:
-            spawn(_take_part, (shapes, repeats, (free_port(), free_port()), uuid.uuid4().hex, Path(root)), nprocs=2)
+            spawn(_take_part, (shapes, repeats, (free_port(), free_port()), Path(root)), nprocs=2)
         except ProcessException as error:
             raise TransportError(f"a process of the measurement failed: {error}") from None
         taken = json.loads(Path(root, "taken.json").read_text())
@@ -213,7 +211,7 @@ def measure_transports(size: str, repeats: int) -> Info:
     }
 
 
-def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], channel: str, root: Path) -> None:
+def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], root: Path) -> None:
     """Go through all ways: rank 0 holds ones, and sends them to rank 1, which holds zeros."""
     source, target = (
         {name: torch.full(shape, value, dtype=torch.bfloat16) for name, shape in shapes.items()} for value in (1, 0)
@@ -221,26 +219,19 @@ def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], 
     flat, waits = torch.cat([one.view(-1) for one in source.values()]).view(torch.uint8), timedelta(seconds=_TIMEOUT_S)
     gloo: Any = dist  # a group of its own: with a default group both processes would be ranks of one trainer
     group = gloo.ProcessGroupGloo(gloo.TCPStore("127.0.0.1", ports[0], 2, rank == 0, waits), rank, 2, waits)
-    with (
-        IPCTransport(channel, timeout_s=_TIMEOUT_S) as ipc,
-        VLLMCollectiveTransport("127.0.0.1", ports[1], rank, 2, "cpu", timeout_s=_TIMEOUT_S) as collective,
-    ):
+    with VLLMCollectiveTransport("127.0.0.1", ports[1], rank, 2, "cpu", timeout_s=_TIMEOUT_S) as collective:
         collective.init_all_workers_group({})
 
-        def move(transport: Any) -> None:
+        def move() -> None:
             if rank == 0:
-                transport.send_weights("policy", source)
-            elif transport.receive_weights(_TIMEOUT_S, weights=target) is None:
+                collective.send_weights("policy", source)
+            elif collective.receive_weights(_TIMEOUT_S, weights=target) is None:
                 raise TransportError(f"the trainer sent nothing within {_TIMEOUT_S:g} s")
 
         def together(way: Callable[[], object]) -> None:  # the worker sleeps until then: waiting takes a core
             group.barrier().wait()
             way()
             group.barrier().wait()
-
-        def copy() -> None:
-            for name, tensor in source.items():
-                target[name].copy_(tensor)
 
         def publish() -> None:
             shutil.rmtree(root / "disk", ignore_errors=True)
@@ -252,11 +243,10 @@ def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], 
             with open(root / "plain", "rb+") as file:
                 os.fsync(file.fileno())
 
-        by_trainer: dict[str, Callable[[], object]] = {"copy": copy, "disk": publish, "save_file": save}
+        by_trainer: dict[str, Callable[[], object]] = {"disk": publish, "save_file": save}
         ways: dict[str, Callable[[], object]] = {
-            "collective": partial(together, partial(move, collective)),
+            "collective": partial(together, move),
             "broadcast": partial(together, lambda: group.broadcast(flat, 0).wait()),
-            "ipc": partial(together, partial(move, ipc)),
             **(by_trainer if rank == 0 else dict.fromkeys(by_trainer, lambda: None)),
         }
         taken = rounds(ways, repeats)

@@ -21,7 +21,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError
 from torchrl_ext.cli.frame import note, progress
 
-__all__ = ["ENGINES", "ROUTERS", "Recipe", "cache_folder", "ensure", "settings_for", "settings_for_router"]
+__all__ = ["ENGINES", "Recipe", "cache_folder", "ensure", "is_here", "settings_for"]
 
 Report = Callable[[str], None]
 
@@ -62,7 +62,7 @@ _CPU_PLUGIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is installed into a Python environment for an engine or a router.
+    """What is installed into a Python environment for an engine.
 
     Attributes:
         name: name of the environment's folder.
@@ -123,17 +123,6 @@ ENGINES = {
 }
 """Recipes by engine."""
 
-ROUTERS = {
-    make: Recipe(
-        name=f"{make}-router-{release}", module=f"{make}_router", packages=(f"{make}-router=={release}",), size=size
-    )
-    for make, release, size in (
-        ("vllm", "0.1.17", "about 100 MB, ten seconds"),
-        ("sglang", "0.3.2", "about 200 MB, ten seconds"),
-    )
-}
-"""Recipes of routers by engine; engines that are not listed use vLLM's router."""
-
 
 def settings_for(engine: str, report: Report = note) -> dict[str, Any]:
     """Return the server settings that select an environment with this engine.
@@ -150,16 +139,10 @@ def settings_for(engine: str, report: Report = note) -> dict[str, Any]:
         DeadlineError: the environment was not made in time.
     """
     recipe = ENGINES.get(engine)
-    return {} if recipe is None or _is_here(recipe) else {"python": ensure(recipe, report), "cpu": True}
+    return {} if recipe is None or is_here(recipe) else {"python": ensure(recipe, report), "cpu": True}
 
 
-def settings_for_router(engine: str, report: Report = note) -> dict[str, Any]:
-    """Return the settings that select an environment with an engine's router; see `settings_for`."""
-    recipe = ROUTERS.get(engine, ROUTERS["vllm"])
-    return {} if _is_here(recipe) else {"python": ensure(recipe, report)}
-
-
-def _is_here(recipe: Recipe) -> bool:
+def is_here(recipe: Recipe) -> bool:
     """Return whether this process's own environment has the recipe's module."""
     return importlib.util.find_spec(recipe.module) is not None
 

@@ -1,23 +1,21 @@
-"""What `torchrl-ext doctor` looks at: a list of checks for each engine, and a comparison of all engines."""
+"""What `torchrl-ext doctor` looks at in each engine, and in the trainer's root and checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torchrl_ext
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.base.messages import Inspect
 from torchrl_ext.base.registry import engines as makes
-from torchrl_ext.base.reports import PROOFS
-from torchrl_ext.base.types import EngineInfo, Info, cast_hint, dtype_from_name, dtype_name, is_loopback
+from torchrl_ext.base.types import EngineInfo, Info, cast_hint, dtype_from_name, dtype_name
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.http import HTTPSession, normalise_url
 from torchrl_ext.control.makes.server_info import ServerInfo, server_info
@@ -27,10 +25,7 @@ from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.transports.disk import SharedRoot
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
-__all__ = [
-    "CHECKS", "Examined", "Finding", "Trainer", "compare", "dtypes_of", "examine", "failed", "failure", "ok", "probe",
-    "rehearse",
-]  # fmt: skip
+__all__ = ["Finding", "Trainer", "dtypes_of", "examine", "failed", "failure", "ok", "probe"]
 
 _PLUGIN = {
     "vllm": "install torchrl_ext in the engine's environment, and name it in VLLM_PLUGINS if that is set; "
@@ -49,7 +44,7 @@ class Finding:
         check: the name of the check.
         found: the actual state.
         expected, remedy: the state that an update needs, and how to reach it; empty if the level is ``"ok"``.
-        where: an engine's address, ``"trainer"`` or ``"fleet"``; set after the check.
+        where: an engine's address, or ``"trainer"``; set after the check.
     """
 
     level: str
@@ -81,19 +76,6 @@ class Trainer:
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class Examined:
-    """What the checks of one engine look at; ``answers`` are its workers', and ``refusal`` why there are none."""
-
-    trainer: Trainer
-    http: HTTPSession
-    info: EngineInfo
-    facts: ServerInfo
-    client: Any
-    answers: list[Info]
-    refusal: WeightSyncError | None
-
-
 def dtypes_of(directory: str) -> list[str]:
     """Return the dtypes of a checkpoint directory's tensors, the most bytes first."""
     sizes: dict[str, int] = {}
@@ -114,109 +96,91 @@ def probe(root: str, ends: ExitStack) -> Info:
     return shared.invite()
 
 
-# one engine
-
-
-def examine(trainer: Trainer, address: str) -> tuple[list[Finding], Examined | None]:
-    """Look at one engine. Nothing is changed there; a connected trainer is not disturbed.
+def examine(trainer: Trainer, address: str) -> tuple[EngineInfo | None, list[Finding]]:
+    """Look at one engine, and change nothing there; a connected trainer is not disturbed.
 
     Returns:
-        The findings, and what the checks looked at; None if the engine did not say what it is.
+        What the engine is, or None if it did not say so, and the findings.
     """
-    findings: list[Finding] = []
-    engine: Examined | None = None
-    try:
-        engine = _ask(address, trainer, findings)
-        if engine is not None:
-            findings += [finding for check in CHECKS for finding in check(engine)]
-    except WeightSyncError as error:  # it does not answer, or no more
-        findings.append(failed("reachable", error))
-    return findings, engine
-
-
-def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | None:
-    """Ask the engine for everything that more than one check needs; None, with a finding, if it is no engine."""
-    try:
-        url = normalise_url(address)
-    except ConfigError as error:
-        findings.append(failure("address", error.what, error.expected or "", "write IPv6 in brackets: [::1]:8000"))
-        return None
     access: Info = {"api_key": trainer.api_key, "timeout_s": trainer.timeout_s}
-    http = HTTPSession(url, **access)
-    workers = listed_workers(http)
-    if workers is not None:
-        found = f"a router with {len(workers)} worker(s): it passes each control call to just one of them"
-        remedy = f"give the engines' own addresses: {' '.join(worker.url for worker in workers) or 'it has none yet'}"
-        findings.append(failure("router", found, "the address of an engine", remedy))
-        return None
     try:
-        (info,) = discover(url, **access)
+        http = HTTPSession(normalise_url(address), **access)
+        workers = listed_workers(http)
+        if workers is not None:
+            found = f"a router with {len(workers)} worker(s): it passes each control call to just one of them"
+            known = " ".join(worker.url for worker in workers) or "it has none yet"
+            remedy = f"give the engines' own addresses: {known}"
+            return None, [failure("router", found, "the address of an engine", remedy)]
+        (info,) = discover(http.url, **access)
     except EngineRefusedError as error:
-        findings.append(failed("routes", error))
-        return None
+        return None, [failed("routes", error)]
+    except WeightSyncError as error:
+        return None, [failed("reachable", error)]
     sizes = f"tp {info.tp_size} x pp {info.pp_size} x dp {info.dp_size}"
     what = f"{info.kind} {info.version}, {info.worker_type}, {sizes}, serves {info.model or '?'}"
-    findings.append(ok("reachable", what))
+    findings = [ok("reachable", what)]
+    try:
+        findings += _checked(trainer, http, info)
+    except WeightSyncError as error:  # it answers no more
+        findings.append(failed("reachable", error))
+    return info, findings
+
+
+def _checked(trainer: Trainer, http: HTTPSession, info: EngineInfo) -> Iterator[Finding]:
     facts, answers, refusal = ServerInfo(info=info), list[Info](), None
     with contextlib.suppress(EngineRefusedError):  # of a make of others
         facts = server_info(http)
-    client = makes.make(info.kind, url=url, api_key=trainer.api_key, load_timeout_s=max(30.0, trainer.timeout_s))
+    client = makes.make(info.kind, url=http.url, api_key=trainer.api_key, load_timeout_s=max(30.0, trainer.timeout_s))
     try:
         answers = client.inspect(trainer.question)
     except (ConfigError, EngineRefusedError, DeadlineError) as error:
         refusal = error
-    return Examined(trainer, http, info, facts, client, answers, refusal)
+    yield _routes(info, http)
+    yield _plugin(info, facts.is_guest, trainer.transport)
+    if refusal is not None and not info.stock:
+        yield warning("plugin", refusal.what, "workers with torchrl_ext", refusal.hint or "")
+    with contextlib.suppress(EngineRefusedError):  # it cannot say
+        if client.paused():
+            remedy = "an update may be running; after a failed update, the next successful one resumes the engine"
+            yield warning("paused", "the engine is paused", "an engine that generates", remedy)
+    yield from _versions(answers)
+    yield from _shared(answers, trainer.root)
+    if trainer.model is not None:
+        yield from _model(info, facts.dtype, trainer.model, trainer.dtypes)
 
 
-def _routes(engine: Examined) -> Iterator[Finding]:
-    info = engine.info
+def _routes(info: EngineInfo, http: HTTPSession) -> Finding:
     try:
         table = makes.part(info.kind, "routes")
     except ConfigError:  # a make of others may name none
         table = {}
     wanted = [route for name in (info.transports if info.stock else ("",)) for route in table.get(name, ())]
     # called by a method that a route does not serve, so that nothing happens
-    missing = [route for route in wanted if engine.http.call("OPTIONS", route).status in (404, 501)]
-    if missing:
-        remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment" if info.kind == "vllm" else "update it"
-        yield failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
-    else:
-        yield ok("routes", "every route of a weight update is there")
-    if engine.trainer.api_key is None and not is_loopback(urlsplit(engine.http.url).hostname or ""):
-        found = f"anyone who can reach {engine.http.url} can pause the engine and replace its weights"
-        remedy = "start the engine with an API key, or protect its port with a firewall"
-        yield warning("key", found, "an API key", remedy)
+    missing = [route for route in wanted if http.call("OPTIONS", route).status in (404, 501)]
+    if not missing:
+        return ok("routes", "every route of a weight update is there")
+    remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment" if info.kind == "vllm" else "update it"
+    return failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
 
 
-def _plugin(engine: Examined) -> Iterator[Finding]:
-    info, wanted = engine.info, engine.trainer.transport
+def _plugin(info: EngineInfo, is_guest: bool, wanted: str | None) -> Finding:
     names, remedy = ", ".join(info.transports), _PLUGIN.get(info.kind, "use another transport")
-    if engine.facts.is_guest:
+    if is_guest:
         found = "maps a daemon's weights (--load-format ipc_cache), so an update would also change other engines"
-        yield failure("plugin", found, "an engine with weights of its own", "start it with another --load-format")
-    elif not names:
-        yield failure("plugin", "follows by no transport", "our plugin, or weights from files", remedy)
-    elif wanted is not None and wanted not in info.transports:
-        yield failure("plugin", f"follows by {names}", f"transport {wanted!r}", remedy)
-    elif info.stock:
+        return failure("plugin", found, "an engine with weights of its own", "start it with another --load-format")
+    if not names:
+        return failure("plugin", "follows by no transport", "our plugin, or weights from files", remedy)
+    if wanted is not None and wanted not in info.transports:
+        return failure("plugin", f"follows by {names}", f"transport {wanted!r}", remedy)
+    if info.stock:
         found = f"runs without our plugin: follows by {names}, and only its outputs show which weights it loaded"
-        yield warning("plugin", found, "digests of its weights, and workers that refuse a part of a version", remedy)
-    else:
-        yield ok("plugin", f"follows by {names}")
-    if engine.refusal is not None and not info.stock:
-        yield warning("plugin", engine.refusal.what, "workers with torchrl_ext", engine.refusal.hint or "")
+        return warning("plugin", found, "digests of its weights, and workers that refuse a part of a version", remedy)
+    return ok("plugin", f"follows by {names}")
 
 
-def _paused(engine: Examined) -> Iterator[Finding]:
-    with contextlib.suppress(EngineRefusedError):  # it cannot say
-        if engine.client.paused():
-            remedy = "an update may be running; after a failed update, the next successful one resumes the engine"
-            yield warning("paused", "the engine is paused", "an engine that generates", remedy)
-
-
-def _versions(engine: Examined) -> Iterator[Finding]:
-    theirs = {str(one["torchrl_ext"]) for one in engine.answers}
-    for first in engine.answers[:1]:
+def _versions(answers: Sequence[Info]) -> Iterator[Finding]:
+    theirs = {str(one["torchrl_ext"]) for one in answers}
+    for first in answers[:1]:
         found = f"torchrl_ext {', '.join(sorted(theirs))}, torch {first.get('torch')}, Python {first.get('python')}"
         if theirs == {torchrl_ext.__version__}:
             yield ok("versions", found)
@@ -225,10 +189,9 @@ def _versions(engine: Examined) -> Iterator[Finding]:
             yield warning("versions", found, expected, "install the same version on both sides")
 
 
-def _shared(engine: Examined) -> Iterator[Finding]:
+def _shared(answers: Sequence[Info], root: str | None) -> Iterator[Finding]:
     """Say whether every worker sees the probe in the root."""
-    root = engine.trainer.root
-    for replied in engine.answers:
+    for replied in answers:
         seen = replied.get("root")
         if isinstance(seen, dict) and seen.get("seen"):
             yield ok("shared root", f"worker {replied.get('worker', 0)} reads {root}")
@@ -236,31 +199,28 @@ def _shared(engine: Examined) -> Iterator[Finding]:
             found = f"{replied.get('host')}:{root} does not contain the trainer's file: {seen.get('why')}"
             remedy = str(seen.get("remedy") or "mount it on both hosts under the same path")
             yield failure("shared root", found, f"the directory {root} of the trainer", remedy)
-    if root is not None and not engine.answers:
+    if root is not None and not answers:
         found = "the engine has no plugin to look for the probe"
         yield warning("shared root", found, f"{root} in the engine", "check by hand, or install torchrl_ext there")
 
 
-def _model(engine: Examined) -> Iterator[Finding]:
+def _model(info: EngineInfo, theirs: str, directory: str, dtypes: Sequence[str]) -> Iterator[Finding]:
     """Compare the engine with the checkpoint where training starts."""
-    trainer, theirs = engine.trainer, engine.facts.dtype
-    if trainer.model is None:
-        return
-    own, other = _config_of(trainer.model), _config_of(engine.info.model)
+    own, other = _config_of(directory), _config_of(info.model)
     differing = [key for key in _SHAPE if key in own and key in other and own[key] != other[key]]
     if differing:
         found, expected = (", ".join(f"{key} {config[key]}" for key in differing) for config in (other, own))
         remedy = "start the engine with the trainer's checkpoint, or name another one"
         yield failure("model", found, expected, remedy)
-    dtype = next(iter(trainer.dtypes), theirs)
+    dtype = next(iter(dtypes), theirs)
     if theirs in ("", "auto", dtype):
         return
     wanted = dtype_from_name(theirs)
-    exact = engine.info.kind == "embedded"  # it takes its own dtype only, where our plugins widen
-    refused = not engine.info.stock and (exact or not keeps_values(dtype_from_name(dtype), wanted))
+    exact = info.kind == "embedded"  # it takes its own dtype only, where our plugins widen
+    refused = not info.stock and (exact or not keeps_values(dtype_from_name(dtype), wanted))
     level = failure if refused else warning
     found = f"the engine computes in {theirs}: it refuses other weights, or casts them"
-    yield level("dtype", found, f"{dtype}, as in {trainer.model}", cast_hint([("", wanted)]))
+    yield level("dtype", found, f"{dtype}, as in {directory}", cast_hint([("", wanted)]))
 
 
 def _config_of(directory: str) -> dict[str, Any]:
@@ -269,48 +229,3 @@ def _config_of(directory: str) -> dict[str, Any]:
         config = json.loads((Path(directory) / "config.json").read_text())
         return config if isinstance(config, dict) else {}
     return {}
-
-
-CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _routes, _plugin, _paused, _versions, _shared, _model,
-)  # fmt: skip
-"""The checks of one engine, in the order in which their findings are shown."""
-
-
-def rehearse(engine: Examined) -> Iterator[Finding]:
-    """Rehearse an engine with our plugin, and yield a finding for each of its workers."""
-    if engine.info.stock or not engine.info.transports:  # other findings say what it lacks
-        return
-    expected = "every layer equal to a cold start's"
-    try:
-        engine.client.info()
-        proof = engine.client.rehearse("once")
-    except WeightSyncError as error:
-        yield failure("rehearsal", f"{error.what}. State: {error.state or 'unknown'}", expected, error.hint or "")
-        return
-    every: tuple[Info, ...] = engine.client.rehearsed or ({},)
-    for replied in every:
-        rows = [f"{row['layers']} {row['kernel']} {row['verdict']} {row['why']}" for row in replied.get("layers", ())]
-        found = f"worker {replied.get('worker', 0)}: proof {replied.get('proof', PROOFS[0])!r}; {'; '.join(rows)}"
-        if proof == PROOFS[0]:
-            yield warning("rehearsal", found, expected, str(replied.get("why", "")))
-        else:
-            yield ok("rehearsal", found)
-
-
-# all engines
-
-
-def compare(known: Sequence[tuple[str, Examined | None]]) -> Iterator[Finding]:
-    """Yield findings about all engines together: an engine given twice, and the size of a group."""
-    every = [(address, engine) for address, engine in known if engine is not None]
-    processes: dict[tuple[Any, Any], list[str]] = {}
-    for address, engine in every:
-        for replied in engine.answers[:1]:
-            processes.setdefault((replied.get("host"), replied.get("pid")), []).append(address)
-    for same in processes.values():
-        if len(same) > 1:
-            yield failure("addresses", f"{' and '.join(same)} lead to the same engine", "each engine once", "drop one")
-    if every and len(every) == len(known):
-        workers = sum(engine.info.world_size for _, engine in every)
-        yield ok("group", f"{len(every)} engine(s) with {workers} worker(s): a group has {1 + workers} ranks")

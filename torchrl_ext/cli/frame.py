@@ -49,7 +49,7 @@ COMMANDS = {
     "discover": "list the engines at the given addresses",
     "push": "load a checkpoint into running engines",
     "serve": "install and start an engine that can follow a trainer",
-    "chain": "list, check, prune and unpack the versions under a root",
+    "chain": "list and unpack the versions under a root",
     "plan": "recommend a transport for a deployment",
     "doctor": "find problems that would make an update fail",
     "watch": "show versions, bytes, lag and state of roots and engines, live",

@@ -15,19 +15,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
 from torchrl_ext.base.types import Info
-from torchrl_ext.control.discovery import connect
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.http import each, normalise_urls, run
 from torchrl_ext.control.requests.client import InferenceClient
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest, checked_prompt
-
-if TYPE_CHECKING:
-    from torchrl_ext.control.serving.routing import Routing
 
 __all__ = ["PauseMode", "RemoteInferenceClient"]
 
@@ -68,7 +64,6 @@ class RemoteInferenceClient:
         kind: ``"vllm"``, ``"sglang"`` or ``"embedded"``. SGLang's router has no routes that turn text into tokens and
             back, so its engines are asked directly.
         model_name: ``model`` of requests; None leaves it to the engine.
-        tokenizer: turns tokens into text and back, if given, instead of the engines' routes.
         api_key: sent as a bearer token; see `torchrl_ext.control.http.HTTPSession` for several.
         concurrency_per_engine: maximum requests in flight per engine, over all calls; 0 for no limit. None takes
             ``SKYRL_GENERATE_CONCURRENCY_PER_ENGINE`` from the environment, or 512.
@@ -83,7 +78,6 @@ class RemoteInferenceClient:
     server_urls: Sequence[str]
     kind: str = "vllm"
     model_name: str | None = None
-    tokenizer: Any = field(default=None, repr=False, compare=False)
     api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     concurrency_per_engine: int | None = None
     timeout_s: float = 1800.0
@@ -105,18 +99,6 @@ class RemoteInferenceClient:
         self._requests = self._text = InferenceClient(self.proxy_url, max_concurrency=total, **how)
         if self.kind == "sglang":
             self._text = InferenceClient(self.server_urls, max_concurrency=int(limit), **how)
-
-    @classmethod
-    def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
-        """Return a client for the router of ``routing`` and every engine behind it; ConfigError if there is none."""
-        if not routing.engines:
-            raise ConfigError(f"no engine is registered at router {routing.url}")
-        urls, kind = tuple(info.url for info in routing.engines), routing.engines[0].kind
-        return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
-
-    def fleet(self, **settings: Any) -> Fleet:
-        """Return `torchrl_ext.connect` of every engine, with which `WeightSender` runs whole updates."""
-        return connect(*self.server_urls, api_key=self.api_key, **settings)
 
     def run(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Await a call, ``client.run(client.pause())``; ConfigError in a coroutine that `run` awaits: a deadlock."""
@@ -142,7 +124,7 @@ class RemoteInferenceClient:
             model: replaces ``model_name``.
 
         Returns:
-            Lists with one entry per prompt: ``responses`` (text; None if neither side has a tokenizer),
+            Lists with one entry per prompt: ``responses`` (text; None from embedded engines),
             ``response_ids``, ``stop_reasons``, ``response_logprobs`` (None unless requested), ``weight_versions``
             (version number per token; -1 where an engine reports none).
 
@@ -160,9 +142,8 @@ class RemoteInferenceClient:
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
         rows = enumerate(zip(prompts, sessions, strict=True))
         found = await self._generated([self._request(prompt, i, sampling, one, model) for i, (prompt, one) in rows])
-        has_text = self.tokenizer is not None or self.kind != "embedded"
         return {
-            "responses": await self.detokenize([one.token_ids for one in found]) if has_text else None,
+            "responses": await self.detokenize([one.token_ids for one in found]) if self.kind != "embedded" else None,
             "response_ids": [list(one.token_ids) for one in found],
             "stop_reasons": [one.finish_reason for one in found],
             "response_logprobs": None if sampling.get("logprobs") is None else [list(one.logprobs) for one in found],
@@ -215,16 +196,12 @@ class RemoteInferenceClient:
         return await self._post(self._requests, "/v1/chat/completions/render", request_payload.get("json"))
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text, from `tokenizer` or else from an engine."""
-        if self.tokenizer is not None:
-            return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
+        """Return the token ids of each text, from an engine."""
         bodies = [{"prompt": one, "add_special_tokens": add_special_tokens} for one in texts]
         return [answer["tokens"] for answer in await each([self._post(self._text, "/tokenize", one) for one in bodies])]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each list of token ids, from `tokenizer` or else from an engine."""
-        if self.tokenizer is not None:
-            return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
+        """Return the text of each list of token ids, from an engine."""
         answers = await each([self._post(self._text, "/detokenize", {"tokens": list(ids)}) for ids in token_ids])
         return [answer.get("prompt", answer.get("text")) for answer in answers]
 

@@ -81,12 +81,7 @@ class TransportWeightUpdaterConfig(TransportSettings):
     _partial_: bool = True
     transport: str = "disk"
     engine: Any = None
-    mapper: Any = None
-    dtype: str | None = None
-    verify: Any = True
-    rehearse: str = "once"
-    max_gap: Any = "dtype"
-    finite: bool = True
+    sender: Any = None
     timeout_s: float | None = None
     master_address: str | None = None
     rank: int | None = None

@@ -8,24 +8,22 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
-from torchrl.weight_update.weight_sync_schemes import WeightSyncBackend, register_weight_sync_backend
 
 from torchrl_ext.base.errors import ConfigError, NotConnectedError
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.reports import Log, Logs, SyncReport
 from torchrl_ext.data.transports.base import Transport
 from torchrl_ext.rl.torchrl_private import is_leaf, receivers_of, source_of
-from torchrl_ext.rl.trainer_end import CollectorTransport, is_per_worker
+from torchrl_ext.rl.trainer_end import CollectorTransport
 from torchrl_ext.rl.worker_end import WorkerTransport
 
-__all__ = ["TransportWeightSyncScheme", "checked_settings", "register_backends"]
+__all__ = ["TransportWeightSyncScheme", "checked_settings"]
 
 
 class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
@@ -131,14 +129,9 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self._address = self.shared_transport.address
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None:
-        """Return the weights to send, or one set per worker (``{0: ..., 1: ...}``); None if there are none.
-
-        They come from ``weights``, or else from `init_on_sender`, or else from the collector.
-        """
+        """Return ``weights``, or else those of `init_on_sender`, or else the collector's; None if there are none."""
         if weights is None:
             weights = source_of(context, model_id) if self._weights is None else self._weights
-        if is_per_worker(weights):
-            return {idx: self.prepare_weights(own, model_id, strategy, context) for idx, own in weights.items()}
         return None if weights is None else super().prepare_weights(weights, model_id, strategy, context)
 
     def _setup_connection_and_weights_on_sender_impl(
@@ -151,8 +144,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         """Send weights, and return when every worker holds them.
 
         Args:
-            weights: module, TensorDict, mapping of tensors, or one of these per worker (``{0: ..., 1: ...}``); None
-                sends the registered model's weights.
+            weights: module, TensorDict or mapping of tensors; None sends the registered model's weights.
             worker_ids: the workers to update; None for all.
 
         Raises:
@@ -242,15 +234,6 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         """Return what a worker needs: settings and the trainer's address."""
         here = ("_shared_transport", "_receiver_transport", "_weights", "_scratch")
         return super().__getstate__() | dict.fromkeys(here) | {"logs": Logs()}
-
-
-def register_backends() -> None:
-    """Let TorchRL's ``WeightSyncScheme.from_backend`` make a `TransportWeightSyncScheme` by a transport's name.
-
-    Names of TorchRL's own backends stay theirs. Call it again after registering another transport.
-    """
-    for name in transports.names().keys() - {*get_args(WeightSyncBackend)}:
-        register_weight_sync_backend(name)(partial(TransportWeightSyncScheme, name))
 
 
 def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 
-__all__ = ["CollectorTransport", "is_per_worker"]
+__all__ = ["CollectorTransport"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -96,18 +96,13 @@ class CollectorTransport:
         """Update workers, and return when each holds the weights; errors are as in `TransportWeightSyncScheme.send`.
 
         Args:
-            weights: anything that `torchrl_ext.as_source` takes, or one such value per worker (``{0: ..., 1: ...}``).
-            worker_ids: indices of the workers to update; None for every worker that ``weights`` cover.
+            weights: anything that `torchrl_ext.as_source` takes.
+            worker_ids: indices of the workers to update; None for all.
         """
         running = f"send was called while another send of model {self._model_id!r} runs"
         with one_at_a_time(self._busy, ConcurrentUpdateError(running, hint="send from one thread")):
-            own: Mapping[int, Any] = weights if is_per_worker(weights) else {}
-            ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids or own or range(max(1, self.workers))
-            engines = self._living(ids)
-            if not own:
-                self._deliver(weights, [*engines.values()])
-            for idx in sorted(own.keys() & engines.keys()):
-                self._deliver(own[idx], [engines[idx]])
+            ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids or range(max(1, self.workers))
+            self._deliver(weights, self._living(ids))
 
     def shutdown(self) -> None:
         """Disconnect from the workers, which keep their weights. May be called twice."""
@@ -138,34 +133,29 @@ class CollectorTransport:
             with suppress(WeightSyncError):  # workers may be gone
                 left[1].shutdown()
 
-    def _living(self, ids: Collection[int]) -> dict[int, Engine]:
-        """Return the workers' engines by index; a replaced worker has a new link, and therefore a new engine."""
+    def _living(self, ids: Collection[int]) -> list[Engine]:
+        """Return the workers' engines; a replaced worker has a new link, and therefore a new engine."""
         links: Mapping[int, Channel | None] = {0: None} if self._hub is None else {**self._hub.links}
         unknown = sorted({*ids} - links.keys())
         if unknown:
             raise ConfigError(
                 f"there is no worker {unknown[0]} of model {self._model_id!r}", expected=f"{sorted(links)}"
             )
-        found = {idx: links[idx] for idx in sorted(ids)}
-        gone = [link.peer for link in found.values() if link is not None and not link.alive]
+        found = [links[idx] for idx in sorted(ids)]
+        gone = [link.peer for link in found if link is not None and not link.alive]
         if gone:
             raise EngineUnreachableError(
                 f"{' and '.join(gone)} ended",
                 state="nothing was sent",
                 hint="start the collector again, or name the remaining workers in worker_ids",
             )
-        for link in found.values():
+        for link in found:
             if link is not None and link not in self._engines:
                 self._engines[link] = Engine.of(self._port(link))
-        return {idx: self._engines[link] for idx, link in found.items()}
+        return [self._engines[link] for link in found]
 
     def _port(self, link: Channel) -> LinkPort:
         return LinkPort(link, timeout_s=self._scheme.timeout_s + _GRACE_S)
 
     def _ended(self) -> list[int]:
         return ended_workers(self._scheme.context)
-
-
-def is_per_worker(weights: Any) -> bool:
-    """Return whether ``weights`` map worker indices to one set of weights each."""
-    return isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)

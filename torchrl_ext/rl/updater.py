@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         transport: a name in `torchrl_ext.transports`, or a transport.
         engine: anything that `torchrl_ext.control.discovery.as_engine` takes; None for the ``vllm_engine`` of a
             `VLLMCollectiveTransport`, and with other transports for workers that call ``receive_weights`` themselves.
-        mapper: trainer name -> checkpoint name, as for `WeightSender`.
-        dtype: dtype, or its name, to which floating-point tensors are cast.
-        verify, rehearse, max_gap, probe: how an update is verified, as for `WeightSender`.
-        finite: as for `WeightSender`.
+        sender: further arguments of `WeightSender`, such as ``{"verify": "outputs"}``; ``dtype`` may be a name.
         settings: settings of a transport picked by name; None selects the transport's default.
 
     Attributes:
@@ -65,13 +62,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         transport: str | Transport = "disk",
         engine: EngineClient | str | Any | None = None,
         *,
-        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
-        dtype: torch.dtype | str | None = None,
-        verify: bool | str = True,
-        rehearse: str = "once",
-        max_gap: float | str | None = "dtype",
-        probe: Any = None,
-        finite: bool = True,
+        sender: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         if isinstance(transport, str):
@@ -84,10 +75,10 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         addresses = [engine] if isinstance(engine, str) else engine
         if isinstance(addresses, Sequence) and all(isinstance(one, str) for one in addresses):
             engine = normalise_urls(addresses)
-        self._parts = transport, engine, settings
-        cast = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
-        proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap, "probe": probe}
-        self._how: dict[str, Any] = {"mapper": mapper, "dtype": cast, "finite": finite, **proof}
+        how = dict(sender or {})
+        if isinstance(how.get("dtype"), str):
+            how["dtype"] = dtype_from_name(how["dtype"])
+        self._parts = transport, engine, settings, how
         self._sender: WeightSender | None = None
         self._model: Any = None
         self.report: SyncReport | None = None
@@ -100,11 +91,11 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             EngineError: an engine given by its address does not answer.
         """
         if self._sender is None:
-            transport, engine, settings = self._parts
+            transport, engine, settings, how = self._parts
             made = transports.make(transport, **settings) if isinstance(transport, str) else transport
             if engine is None and isinstance(made, VLLMCollectiveTransport):
                 engine = made.vllm_engine
-            self._sender = WeightSender(made, as_engine(engine), **self._how)
+            self._sender = WeightSender(made, as_engine(engine), **how)
         return self._sender
 
     def log_to(self, *logs: Log) -> None:

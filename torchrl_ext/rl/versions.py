@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -13,8 +12,6 @@ from torchrl.envs import Transform
 from torchrl_ext.base.errors import ConfigError
 
 __all__ = ["MaxLag", "TokenVersions"]
-
-log = logging.getLogger("torchrl_ext")
 
 _MASK, _LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
@@ -61,8 +58,6 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         version: returns the trainer's newest version, such as ``lambda: sender.version``.
         run: the run of that version, the same that `RemoteLLMPolicy` is given. Name it where data outlives the trainer,
             as in a replay buffer that is saved: the next trainer may number its versions from 1 again.
-        drop: drop whole trajectories that have such a token, instead of masking the token. The batch may then shrink or
-            become empty, so compute advantages over groups before.
 
     Attributes:
         seen, stale: number of the policy's tokens checked so far, and how many of them were too old.
@@ -71,34 +66,26 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         ConfigError: ``max_lag`` is negative.
     """
 
-    def __init__(self, max_lag: int, version: Callable[[], int], *, run: str = "", drop: bool = False) -> None:
+    def __init__(self, max_lag: int, version: Callable[[], int], *, run: str = "") -> None:
         super().__init__()
         if max_lag < 0:
             raise ConfigError(f"max_lag is {max_lag}", expected="at least 0")
-        self._max_lag, self._version, self._run, self._drop = max_lag, version, run, drop
+        self._max_lag, self._version, self._run = max_lag, version, run
         self.seen = self.stale = 0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return ``tensordict``, with trajectories along its first dimension, without stale tokens or trajectories.
+        """Return ``tensordict``, with trajectories along its first dimension, without stale tokens.
 
         Raises:
             ConfigError: the versions or the masks of `RemoteLLMPolicy` are missing.
         """
         newest = self._version()
-        trajectories = [self._fresh(entry, newest) for entry in tensordict.unbind(0)]
-        if not self._drop:
-            return lazy_stack([masked for masked, _ in trajectories], 0)
-        kept = [i for i, (_, stale) in enumerate(trajectories) if not stale]
-        if dropped := len(trajectories) - len(kept):
-            what = "dropped %d of %d trajectories: older than %d versions"
-            log.info(what, dropped, len(trajectories), self._max_lag)
-        return tensordict[torch.tensor(kept, dtype=torch.long)] if kept else tensordict[:0]
+        return lazy_stack([self._fresh(entry, newest) for entry in tensordict.unbind(0)], 0)
 
-    def _fresh(self, entry: TensorDictBase, newest: int) -> tuple[TensorDictBase, int]:
-        """Return ``entry`` with its stale tokens masked, and their number."""
+    def _fresh(self, entry: TensorDictBase, newest: int) -> TensorDictBase:
+        """Return ``entry`` with its stale tokens masked."""
         if entry.ndim:
-            turns = [self._fresh(turn, newest) for turn in entry.unbind(0)]
-            return lazy_stack([turn for turn, _ in turns], 0), sum(stale for _, stale in turns)
+            return lazy_stack([self._fresh(turn, newest) for turn in entry.unbind(0)], 0)
         versions, said = entry.get("token_versions", None), entry.get(_MASK, None)
         if not isinstance(versions, TokenVersions) or said is None:
             raise ConfigError(
@@ -109,8 +96,8 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         count = int(stale.sum())
         self.seen, self.stale = self.seen + int(said.sum()), self.stale + count
         if not count:
-            return entry, 0
+            return entry
         masked = entry.clone(recurse=False).set(_MASK, said & ~stale)
         if (log_probs := masked.get(_LOG_PROBS, None)) is not None:
             masked.set(_LOG_PROBS, log_probs.masked_fill(stale, torch.nan))
-        return masked, count
+        return masked

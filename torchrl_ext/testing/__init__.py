@@ -1,29 +1,27 @@
 """Test suites that others run: the contract of a transport, the judge of an engine; and tiny models.
 
-    from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
-    from torchrl_ext.testing import TransportLife  # updates that fail at any step, as a state machine
+    from torchrl_ext.testing import TransportContract
 
 Here belongs what judges the code of others. Fakes and helpers of our own tests are in ``tests/``.
 
-The suites need pytest and hypothesis: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
+The suites need pytest: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrl_ext.testing.stateful import TransportLife
     from torchrl_ext.testing.transports import *  # noqa: F403
 
 __all__ = [  # noqa: F405
-    "DTYPES", "SMALL_BYTES", "WAIT_S", "Ends", "StandaloneContract", "TransportContract", "TransportLife", "any_bits",
-    "assert_arrived", "assert_held", "free_port", "same_bits",
+    "DTYPES", "SMALL_BYTES", "WAIT_S", "TransportContract", "any_bits", "assert_held", "every_bit", "free_port",
+    "same_bits",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"{__name__}.{'stateful' if name == 'TransportLife' else 'transports'}"
+    module = f"{__name__}.transports"
     importlib.import_module("pytest").register_assert_rewrite(module)  # asserts show values
     return getattr(importlib.import_module(module), name)

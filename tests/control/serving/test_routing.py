@@ -12,7 +12,7 @@ from tests.control.requests.aborts import started
 from tests.control.serving.test_membership import listed, report
 from tests.engines.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint
-from torchrl_ext.cli.environments import settings_for_router
+from tests.routers import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.routing import Routing
 
@@ -42,9 +42,10 @@ def test_requests_of_a_removed_engine_go_on_at_another(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     with EmbeddedServer(model, dtype="float32") as first, EmbeddedServer(model, dtype="float32") as second:
         urls = [first.url, second.url]
+        how = {"server_urls": urls, "kind": "embedded", "timeout_s": 60}
         with (
             Routing.over(*urls, **settings_for_router("vllm")) as routing,
-            closing(RemoteInferenceClient.of(routing, timeout_s=60, control_timeout_s=30)) as client,
+            closing(RemoteInferenceClient(proxy_url=routing.url, **how)) as client,
         ):
             found = client.run(through_a_loss())
             assert listed(routing.url) == {urls[1]}

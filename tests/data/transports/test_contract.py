@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.data.transports.standalone import Ends, StandaloneContract, assert_arrived
 from tests.hostile import worse_json
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, WeightSyncError
 from torchrl_ext.base.registry import transports
 from torchrl_ext.data.transports.base import Abilities, Worker
-from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, StandaloneContract, assert_arrived, free_port
+from torchrl_ext.testing import SMALL_BYTES, WAIT_S, free_port
 
 
 class OnChannel(StandaloneContract):

@@ -9,12 +9,13 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
+from tests.data.transports.standalone import Ends, assert_arrived
 from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import IntegrityError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
 from torchrl_ext.data.transports import delta, disk
 from torchrl_ext.data.transports.base import Arrival, Worker
-from torchrl_ext.testing import WAIT_S, Ends, assert_arrived, assert_held
+from torchrl_ext.testing import WAIT_S, assert_held
 
 
 @pytest.fixture

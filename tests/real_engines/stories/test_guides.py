@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
 from tests.real_engines.test_delta import nudged
-from torchrl_ext.cli.environments import settings_for_router
+from tests.routers import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
 

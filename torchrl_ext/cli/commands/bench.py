@@ -20,7 +20,7 @@ Size = Annotated[
 
 @app.command()
 def transport(size: Size = "full", repeats: Repeats = 7) -> int:
-    """Measure full updates by collective, ipc and disk, beside the plainest ways to move the same bytes.
+    """Measure full updates by collective and disk, beside the plainest ways to move the same bytes.
 
     Files are written into the system's temporary directory, which `TMPDIR` names.
 

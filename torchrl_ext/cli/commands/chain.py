@@ -1,4 +1,4 @@
-"""``torchrl-ext chain``: look at, check, thin out and unpack the versions that a trainer published."""
+"""``torchrl-ext chain``: look at and unpack the versions that a trainer published."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, WeightSyncError
-from torchrl_ext.cli.frame import answer, note
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.cli.frame import answer
 
 if TYPE_CHECKING:
     from torchrl_ext.data.versions.roots import Reader
@@ -25,7 +25,7 @@ Base = Annotated[
 Version = Annotated[int, typer.Argument(metavar="VERSION")]
 Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
 
-app = typer.Typer(help="List, check, prune and unpack the versions under a root.")
+app = typer.Typer(help="List and unpack the versions under a root.")
 
 
 def _reader(root: str, base: str | None) -> Reader:
@@ -65,81 +65,6 @@ def version_line(row: Mapping[str, Any]) -> str:
 
 
 @app.command()
-def verify(root: Root, base: Base = None) -> int:
-    """Recompute every digest; the exit status is 1 if a version is damaged or cannot be checked.
-
-    Example: `torchrl-ext chain verify /shared/updates --base checkpoints/start`
-    """
-    import xxhash
-
-    from torchrl_ext.data.versions.full import PublishedVersion
-    from torchrl_ext.data.weights.digests import byte_view
-
-    reader = _reader(root, base)
-    follower = reader.follower(keep=True)
-    rows: list[dict[str, Any]] = []
-    for number in reader.numbers():
-        ok: bool | None = True
-        error = None
-        try:
-            route = reader.route(number, follower)
-            manifest = reader.chain.version(number)
-            checksums = {meta.name: place[1] for meta, place in zip(manifest.params, manifest.full or (), strict=False)}
-            for name, tensor in follower.tensors(route, {}):
-                found = xxhash.xxh3_128_hexdigest(byte_view(tensor).numpy().data)
-                if checksums.get(name, found) != found:
-                    raise IntegrityError(
-                        f"tensor {name!r} by the delta is not that of the keyframe of version {number}"
-                    )
-            if manifest.full is not None:
-                with closing(PublishedVersion(reader.store, number, manifest)) as published:
-                    published.verify()
-        except ConfigError as raised:  # the command names too little to check it
-            ok, error = None, str(raised)
-        except WeightSyncError as raised:
-            ok, error = False, str(raised)
-        if not ok:
-            follower = reader.follower(keep=True)
-        rows.append({"version": number, "ok": ok, "error": error})
-        note(f"version {number}: {'not checked' if ok is None else 'ok' if ok else 'damaged'}")
-    known = {row["version"] for row in rows}
-    document = {
-        "root": reader.store.url,
-        "versions": rows,
-        "damaged": [row["version"] for row in rows if row["ok"] is False],
-        "unchecked": [row["version"] for row in rows if row["ok"] is None],
-        "incomplete": [number for number in reader.chain.numbers() if number not in known],
-    }
-    lines = [f"version {number}: unfinished; a trainer may still be writing it" for number in document["incomplete"]]
-    lines += [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
-    good = sum(row["ok"] is True for row in rows)
-    status = 0 if good == len(rows) else 1
-    return answer(document, *lines, f"{good} of {len(rows)} versions match their digests", status=status)
-
-
-@app.command()
-def gc(
-    root: Root,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with every version that follows them.")
-    ] = 1,
-    base: Base = None,
-) -> int:
-    """Remove the versions before the newest keyframes.
-
-    Example: `torchrl-ext chain gc /shared/updates --keep 2`
-    """
-    reader = _reader(root, base)
-    reader.store.own()  # fails where a trainer has the lock: it collects by itself
-    try:
-        removed = reader.chain.collect(keep_keyframes=keep)
-    finally:
-        reader.store.disown()
-    document = {"root": reader.store.url, "removed": removed, "kept": reader.chain.numbers()}
-    return answer(document, f"removed {len(removed)} versions, kept {len(document['kept'])}")
-
-
-@app.command()
 def materialize(
     root: Root,
     version: Version,
@@ -149,7 +74,7 @@ def materialize(
     ] = 4 << 30,
     base: Base = None,
 ) -> int:
-    """Write a version as a complete Hugging Face checkpoint.
+    """Write a version as a complete Hugging Face checkpoint, if every digest on the way to it is right.
 
     Example: `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
     """

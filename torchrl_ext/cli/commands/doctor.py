@@ -34,18 +34,14 @@ def doctor(
     transport: Annotated[str | None, typer.Option(help="The job's transport. Default: as its options say.")] = None,
     root: Annotated[str | None, typer.Option(help="Directory or bucket that trainer and engines must see.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="Checkpoint that training starts from.")] = None,
-    rehearse: Annotated[
-        bool,
-        typer.Option("--rehearse", help="Pause engines with their first weights, and show that a load reaches all."),
-    ] = False,
     api_key: APIKey = None,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each engine's discovery, in seconds.")] = 10.0,
 ) -> int:
     """Find problems that would make an update fail.
 
     Checks the engines, the options of the job (--update-weight-mode and all other options of slime and vime, under
-    their names), and the directory that trainer and engines share. Engines continue to generate, except during
-    --rehearse. The exit status is 1 if an update would fail.
+    their names), and the directory that trainer and engines share. Engines continue to generate. The exit status is 1
+    if an update would fail.
 
     Examples:
     * `torchrl-ext doctor host1:8000 host2:8000 --transport delta --root /shared/updates --model policy`
@@ -87,15 +83,12 @@ def doctor(
         with ThreadPoolExecutor(min(64, len(addresses)) or 1) as pool:
             every = list(pool.map(partial(of.examine, trainer), addresses))
     findings = [replace(finding, where="trainer") for finding in own]
-    for address, (found, engine) in zip(addresses, every, strict=True):
-        more = of.rehearse(engine) if rehearse and engine is not None else ()
-        findings += [replace(finding, where=address) for finding in (*found, *more)]
-    known = [(address, engine) for address, (_, engine) in zip(addresses, every, strict=True)]
-    findings += [replace(finding, where="fleet") for finding in of.compare(known)]
+    for address, (_, found) in zip(addresses, every, strict=True):
+        findings += [replace(finding, where=address) for finding in found]
     failures, warnings = (sum(finding.level == level for finding in findings) for level in ("failure", "warning"))
     document = {
         "ok": not failures,
-        "engines": [asdict(engine.info) for _, engine in known if engine is not None],
+        "engines": [asdict(info) for info, _ in every if info is not None],
         "findings": [asdict(finding) for finding in findings],
     }
     verdict = Text(f"an update would fail: {failures} failure(s)", "bold red")

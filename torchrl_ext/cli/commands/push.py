@@ -8,14 +8,13 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 from rich.text import Text
 from typer import Argument, Option, Typer
 
-from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
+from torchrl_ext.base.errors import ConfigError, ManifestError, UpdateError
 from torchrl_ext.cli.frame import APIKey, answer, fail, note, progress, table
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "check_engines"]
 
-_FILES, _GROUP = {"root", "keep_files"}, {"master_address"}
-_OPTIONS = {"disk": _FILES, "delta": _FILES | {"base", "encoding"}, "collective": _GROUP, "native": _GROUP}
+_OPTIONS = {"disk": {"root", "keep_files"}, "collective": {"master_address"}, "native": {"master_address"}}
 """Transport -> the options that mean something with it."""
 
 _BY_FILES, _BY_GROUP = "Transports by files", "Transports by a broadcast"
@@ -41,28 +39,17 @@ def push(
         list[str], Option(metavar="URL...", help="Address of an engine, not of a router; list several.")
     ],
     directory: Annotated[str, Argument(metavar="DIR", help="Hugging Face checkpoint directory.")],
-    transport: Annotated[
-        Literal["disk", "delta", "collective", "native"], Option(help="How the weights travel.")
-    ] = "disk",
+    transport: Annotated[Literal["disk", "collective", "native"], Option(help="How the weights travel.")] = "disk",
     dtype: Annotated[str | None, Option(help="Cast floating-point tensors, for example to bfloat16.")] = None,
     api_key: APIKey = None,
     timeout_s: Annotated[float, Option(help="Deadline of every step, in seconds.")] = 600.0,
     root: Annotated[
         str | None,
-        Option(
-            rich_help_panel=_BY_FILES, help="Directory, or with delta a bucket, that engines see under the same path."
-        ),
+        Option(rich_help_panel=_BY_FILES, help="Directory that engines see under the same path."),
     ] = None,
     keep_files: Annotated[
         bool, Option("--keep-files", rich_help_panel=_BY_FILES, help="Keep the files under the root.")
     ] = False,
-    base: Annotated[
-        str | None,
-        Option(metavar="DIR", rich_help_panel=_BY_FILES, help="Checkpoint that the engines hold, with delta."),
-    ] = None,
-    encoding: Annotated[
-        str | None, Option(rich_help_panel=_BY_FILES, help="Encoding of changes, with delta. Default: auto.")
-    ] = None,
     master_address: Annotated[
         str | None, Option(rich_help_panel=_BY_GROUP, help="This host's address, as engines reach it.")
     ] = None,
@@ -72,15 +59,13 @@ def push(
     Engines of another model refuse the weights and continue to serve. The exit status is 3 if an engine does not serve
     the weights afterwards.
 
-    Examples:
-    * `torchrl-ext push checkpoints/step-400 --engines host1:8000 host2:8000 --root /shared/updates`
-    * `torchrl-ext push checkpoints/step-500 --engines host1:8000 --transport delta --base checkpoints/step-400`
+    Example: `torchrl-ext push checkpoints/step-400 --engines host1:8000 host2:8000 --root /shared/updates`
     """
     import torchrl_ext as tx
     from torchrl_ext.base.types import dtype_from_name
 
-    given: Info = {"root": root, "keep_files": keep_files, "base": base, "encoding": encoding}
-    given = {name: value for name, value in {**given, "master_address": master_address}.items() if value}
+    given: Info = {"root": root, "keep_files": keep_files, "master_address": master_address}
+    given = {name: value for name, value in given.items() if value}
     for name in sorted(given.keys() - _OPTIONS[transport]):
         able, option = " or ".join(one for one, names in _OPTIONS.items() if name in names), name.replace("_", "-")
         raise ConfigError(f"--{option} does not go with --transport {transport}", expected=f"--transport {able}")
@@ -112,8 +97,8 @@ def push(
     if error is not None:
         return fail(error, rows, **document)
     proof = f", proved: {report.proof}" if report.verified else ""
-    said = f"{report.bytes:,} of {report.model_bytes:,} bytes {report.encoding or ''}".rstrip()
-    return answer(document, rows, f"version {report.version}: {said} in {report.spans['total']:.2f} s{proof}")
+    took = f"{report.bytes:,} bytes in {report.spans['total']:.2f} s"
+    return answer(document, rows, f"version {report.version}: {took}{proof}")
 
 
 def check_engines(found: Sequence[EngineInfo], transport: str) -> None:
@@ -140,7 +125,7 @@ def _settings(transport: str, found: Sequence[EngineInfo], given: Info, stack: c
     if "root" in given:  # a directory of its own, since others may have published versions under the same root
         place = f"{given['root'].rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
         if not given.get("keep_files"):
-            stack.callback(_remove, place)
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
     else:
         away = [info.url for info in found if not is_loopback(urlsplit(info.url).hostname or "")]
         if away:
@@ -149,30 +134,7 @@ def _settings(transport: str, found: Sequence[EngineInfo], given: Info, stack: c
                 hint="name a directory that both see with --root, or push with --transport collective",
             )
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-push-"))
-    if transport == "disk":
-        return {**given, "root": place}
-    served = {info.model for info in found}  # that engines hold its weights is checked before they pause
-    base = given.get("base") or (served.pop() if len(served) == 1 else "")
-    if not base or not Path(base).is_dir():
-        raise ConfigError(
-            f"the checkpoint that the engines run is not on this host: {base or 'they name none, or several'}",
-            hint="name it with --base, or push in full with --transport disk",
-        )
-    return {"encoding": "auto", **given, "root": place, "base": base, "keyframe_every": 0}
-
-
-def _remove(place: str) -> None:
-    """Remove what this push wrote into its own directory or prefix."""
-    from torchrl_ext.data.stores.opening import open_store
-
-    if "://" not in place:
-        shutil.rmtree(place, ignore_errors=True)
-        return
-    try:
-        for name in (store := open_store(place)).list():
-            store.delete(name)
-    except WeightSyncError as error:
-        note(f"torchrl-ext: the files of this push remain in {place}: {error}")
+    return {**given, "root": place}
 
 
 @contextlib.contextmanager

@@ -33,10 +33,10 @@ class Reader:
         self.store, self.base = store, base and os.path.abspath(base)
         self.chain = Chain(store)
 
-    def follower(self, keep: bool = False) -> ChainReader:
-        """Return a reader that holds nothing yet; with ``keep`` it has host copies of what it read last."""
+    def follower(self) -> ChainReader:
+        """Return a reader that holds nothing, and keeps no copies of what it read."""
         found = ChainReader(self.chain, self.base)
-        found.retain(lambda name: keep)
+        found.retain(lambda name: False)
         return found
 
     def numbers(self) -> list[int]:
