@@ -8,7 +8,7 @@ import pytest
 import torchrl_ext as tx
 from tests.models import greedy, tiny_model
 from tests.processes import ROOT
-from tests.real_engines.served import FORKING, LONG, ServedVLLM, by_route, kept_keys, sending, serving
+from tests.real_engines.served import FORKING, LONG, ServedVLLM, by_route, sending, serving
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +23,13 @@ def kept(tmp_path_factory):
 def served(checkpoint, kept):
     settings = {"dtype": "float32", "max_model_len": 256, "log_path": kept.with_suffix(".log")}
     settings["environ"] = {"PYTHONPATH": os.pathsep.join((FORKING, str(ROOT)))}  # where the server finds the connector
-    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(kept_keys('kv_both', kept))}"]
+    connector = {
+        "kv_connector": "KeptKeys",
+        "kv_connector_module_path": "tests.real_engines.kept_keys",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(kept)},
+    }
+    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(connector)}"]
     with serving(ServedVLLM, checkpoint, **settings) as found:
         yield found
 
