@@ -21,16 +21,6 @@ def sampling(count=16, **settings):
     return SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **settings})
 
 
-def follows(engine, tokens, transport, root):
-    """A sender whose updates an engine has followed to another model and back; ``tokens`` asks it."""
-    settings = {} if transport in ("collective", "ipc") else {"root": f"{root}/{transport}"}
-    sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
-    for seed in (1, 0):
-        model = tiny_model(seed)
-        assert sender.update_weights(model).verified and tokens() == greedy(model, count=16), (transport, seed)
-    return sender
-
-
 def offline(start, other, root):
     from vllm import LLM
 
@@ -43,7 +33,11 @@ def offline(start, other, root):
 
     assert tokens() == greedy(tiny_model(0), count=16)
     for transport in ("disk", "delta", "ipc"):
-        follows(engine, tokens, transport, root).shutdown()
+        settings = {} if transport == "ipc" else {"root": f"{root}/{transport}"}
+        with tx.WeightSender(tx.make_transport(transport, **settings), engine) as sender:
+            for seed in (1, 0):
+                model = tiny_model(seed)
+                assert sender.update_weights(model).verified and tokens() == greedy(model, count=16), (transport, seed)
     asyncio.run(engine.update_model_weights(other))
     assert tokens() == greedy(tiny_model(1), count=16)
 
@@ -109,35 +103,6 @@ async def switching(start, other, wide):
     llm.shutdown()
 
 
-def replicas(start, root, folder):
-    """TorchRL's `AsyncVLLM`; ``folder`` is Ray's."""
-    import ray
-    from vllm import AsyncEngineArgs
-
-    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=folder)
-    from torchrl.modules.llm.backends.vllm import AsyncVLLM
-
-    service = AsyncVLLM.launch(AsyncEngineArgs(model=start, compilation_config={"mode": 0}, **SETTINGS))
-    (actor,) = service.actors
-
-    def says(count=16, **settings):
-        return actor.generate.remote(prompt_token_ids=PROMPT, sampling_params=sampling(count, **settings))
-
-    def tokens():
-        return list(ray.get(says()).outputs[0].token_ids)
-
-    engine = tx.make_engine("ray", engine=service, load_timeout_s=120.0)
-    assert tokens() == greedy(tiny_model(0), count=16)
-    for transport in ("disk", "collective", "ipc"):
-        running = [says(200, temperature=1.0, seed=seed) for seed in range(4)]
-        sender = follows(engine, tokens, transport, root)
-        assert all(len(out.outputs[0].token_ids) == 200 for out in ray.get(running))
-        spans = ray.get(says()).outputs[0].weight_versions
-        assert [span.version for span in spans] == [str(sender.version)]
-        sender.shutdown()
-    ray.shutdown()
-
-
 def page(path, checkpoint):
     """Run the blocks of a page that are for a process with vLLM."""
     import multiprocessing
@@ -155,7 +120,7 @@ def online(*paths):
     asyncio.run(switching(*paths))
 
 
-PROGRAMS = {"offline": offline, "online": online, "replicas": replicas, "page": page}
+PROGRAMS = {"offline": offline, "online": online, "page": page}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])
