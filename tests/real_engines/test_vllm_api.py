@@ -1,6 +1,6 @@
-"""Trainers that know only vLLM's API drive a real vLLM by our backend's name, in vLLM's own environment.
+"""A trainer that knows only vLLM's API drives a real vLLM by our backend's name, in vLLM's own environment.
 
-They run the blocks of docs/vllm_api.md.
+It runs the first block of docs/vllm_api.md.
 """
 
 import json
@@ -9,7 +9,6 @@ import subprocess
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from tests.models import tiny_model
 from tests.processes import ROOT, WAIT_S
@@ -22,25 +21,18 @@ from torchrl_ext.testing import free_port
 pytestmark = pytest.mark.engine
 
 
-def peer(program, folder, *told, site=()):
-    """A program of ``tests`` in vLLM's environment."""
-    overlay = folder / "overlay"
-    path = os.pathsep.join([on_path(overlay if overlay.exists() else make_overlay(overlay), str(ROOT)), *site])
-    environ = {**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": "torchrl_ext", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command = [str(settings_for("vllm").get("python", "python")), str(ROOT / "tests" / program), *told]
-    return subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
 @contextmanager
 def trainer(folder, url, transport, settings, seeds):
     """The ranks of a trainer; rank 0 is first."""
     told = {"world": 2, "port": free_port(), "url": url, "transport": transport, "settings": settings, "seeds": seeds}
+    command = [str(settings_for("vllm").get("python", "python")), str(ROOT / "tests/real_engines/vllm_api_trainer.py")]
+    path = on_path(make_overlay(folder / "overlay"), str(ROOT))
+    how = {"env": {**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": "torchrl_ext"}, "cwd": ROOT, "text": True}
+    how |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with ExitStack() as ends:
         ranks = []
         for rank in range(2):
-            child = ends.enter_context(
-                peer("real_engines/vllm_api_trainer.py", folder, json.dumps({"rank": rank, **told}))
-            )
+            child = ends.enter_context(subprocess.Popen([*command, json.dumps({"rank": rank, **told})], **how))
             ends.callback(child.kill)
             ranks.append(child)
         yield ranks
@@ -77,21 +69,3 @@ def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(transport, reques
     assert versions == [*range(versions[0], versions[0] + 3)] and str(versions[0]) != before
     if transport == "sharded":
         assert all(min(report["rank_bytes"]) > 0 and not report["whole"] for report in found)
-
-
-TRL = os.environ.get("TORCHRL_EXT_TRL")
-
-
-@pytest.mark.skipif(TRL is None, reason="TORCHRL_EXT_TRL names no folder with TRL 1.16 (pip install --target)")
-def test_trls_trainer_sends_by_our_backend(vllm, checkpoint, tmp_path):
-    told = (vllm.url, str(checkpoint), str(tmp_path / "root"), str(tmp_path / "trained"))
-    with peer("peers/trl_trainer.py", tmp_path, *told, site=(TRL,)) as trl:
-        try:
-            found = [json.loads(line) for line in trl.stdout if line.startswith('{"proof"')]
-            assert trl.wait(WAIT_S) == 0
-        finally:
-            trl.kill()
-    assert len(found) == 3 and all(one["proof"] == "rehearsed" for one in found)  # a cold one, then one per step
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
-    tokens = vllm.tokens()
-    assert vllm.would_say(trained.eval(), tokens) and not vllm.would_say(tiny_model(0), tokens)
