@@ -67,7 +67,6 @@ STEPS = (
     Step("nccl", 150, "tests.gpu.steps:nccl", "G1, G6: absent ranks, killed ends, settings", ("pytest",)),
     Step("roads", 220, "tests.gpu.steps:roads", "G2, G9, G16, G19, G20: streams, pins, dtypes, strides, addresses"),
     Step("embedded", 75, "tests.gpu.steps:embedded", "G12: the whole road, outputs", SERVING),
-    Step("figures", 120, "tests.gpu.deltas:figures", "G5, G8: seconds, GB/s, waits"),
 )
 """In the order in which they decide most, if time is short."""
 
