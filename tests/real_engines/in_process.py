@@ -7,8 +7,6 @@ engine says other tokens than the trainer.
 import asyncio
 import sys
 
-import torch
-
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
 
@@ -42,7 +40,7 @@ def offline(start, other, root):
     assert tokens() == greedy(tiny_model(1), count=16)
 
 
-async def switching(start, other, wide):
+async def switching(start, other):
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -57,13 +55,6 @@ async def switching(start, other, wide):
     async def is_at(*models):
         return list((await says()).token_ids) in [greedy(model, count=16) for model in models]
 
-    async def refuses(call, word=""):
-        try:
-            await call
-        except tx.WeightSyncError as error:
-            return word in str(error)
-        return False
-
     old, new = tiny_model(0), tiny_model(1)
     await engine.update_model_weights(other)
     assert await is_at(new)
@@ -75,19 +66,6 @@ async def switching(start, other, wide):
     mixed = tiny_model(0)
     mixed.load_state_dict({**mixed.state_dict(), **layer})
     assert await is_at(mixed)
-    strange = {"nobody.knows": torch.ones(2)}
-    assert await refuses(engine.update_model_weights_from_state_dict(strange), "nobody.knows")
-    assert await refuses(engine.update_model_weights(wide), "shape")
-    assert await refuses(engine.update_model_weights(start + "-not-there"))
-    assert await is_at(mixed)
-
-    norms = {f"decoder.layers.{i}.norm": torch.full((128,), 1.5) for i in (0, 1)}  # as another framework names them
-    megatron = {r"decoder\.layers\.(\d+)\.norm": r"model.layers.\1.post_attention_layernorm.weight"}
-    await engine.update_model_weights_from_state_dict(norms, mapper=megatron)
-    for block in mixed.model.layers:
-        block.post_attention_layernorm.weight.data.fill_(1.5)
-    assert await is_at(mixed)
-
     running = [asyncio.create_task(says(200, temperature=1.0, seed=seed)) for seed in range(8)]
     reports = await asyncio.gather(*(engine.update_model_weights(path) for path in (other, start, other)))
     assert all([len((await task).token_ids) == 200 for task in running])
@@ -95,11 +73,6 @@ async def switching(start, other, wide):
     assert len(versions) == 3 and await llm.get_weight_version() == str(max(versions))
     assert await is_at(new, old)
 
-    await llm.sleep(level=1)
-    assert await refuses(engine.update_model_weights(start), "asleep")
-    await llm.wake_up()
-    await engine.update_model_weights(start)
-    assert await is_at(old)
     llm.shutdown()
 
 

@@ -39,7 +39,7 @@ def test_in_process_llm_follows_disk_delta_ipc_and_path(tmp_path, checkpoints):
 
 
 def test_async_llm_switches_weights_between_and_within_requests(tmp_path, checkpoints):
-    run(tmp_path, "online", *checkpoints, tiny_checkpoint(tmp_path / "wide", 2, hidden_size=64))
+    run(tmp_path, "online", *checkpoints)
 
 
 def test_engines_docs_page_runs_in_vllm_process(tmp_path):
