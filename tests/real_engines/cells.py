@@ -74,8 +74,6 @@ CELLS = (
     vllm("qwen3"),
     vllm("qwen3-tied"),
     vllm("gemma3"),
-    vllm("falcon-h1"),
-    vllm("granite-hybrid"),
     vllm("qwen3-moe", dtype="bfloat16"),
     vllm("mamba2", dtype="bfloat16"),
     vllm("deepseek-v3", **TP_2),
