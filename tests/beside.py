@@ -13,18 +13,19 @@ GROUPS = {
     "Ray": {"rl/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"},
 }  # fmt: skip
 LONGEST = (
-    "short deadlines",
-    "cli/test_demo.py",
-    "sync/test_turns.py",
     "Ray",
-    "data/sharded/test_sharded.py",
-    "sync/test_lost_engines.py",
-    "engines/test_colocated.py",
-    "engines/embedded/test_server.py",
-    "rl/test_scheme.py",
-    "data/group/test_carriers.py",
-    "data/transports/test_contract.py",
+    "cli/test_demo.py",
+    "short deadlines",
+    "lag/test_transports.py",
+    "testing/test_engine_kit.py",
+    "control/test_engine_contract.py",
     "rl/test_hydra.py",
+    "data/transports/test_delta_owners.py",
+    "sync/test_turns.py",
+    "test_third_party.py",
+    "control/test_engine_states.py",
+    "lag/test_sleep.py",
+    "sync/test_lost_engines.py",
 )
 """Files, and groups of files, that begin first, so that neither process waits long for the other at the end."""
 
