@@ -1,4 +1,4 @@
-"""Writes the tables of ``benchmarks.md`` and the plots ``img/{bits,pause,growth}.svg`` from ``benchmarks.json``.
+"""Writes the tables of ``benchmarks.md`` and the plots ``img/{bits,pause}.svg`` from ``benchmarks.json``.
 
 Run it as ``python docs/draw_benchmarks.py``, after ``python -m tests.bench peers --out docs/benchmarks.json``.
 """
@@ -6,8 +6,7 @@ Run it as ``python docs/draw_benchmarks.py``, after ``python -m tests.bench peer
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -17,28 +16,16 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 STYLE = f"""
 text {{ font: 14px {FONT}; fill: #1f2328 }}
 .end {{ text-anchor: end }}
-.middle {{ text-anchor: middle }}
 .title {{ font-weight: 600; font-size: 16px }}
 .head {{ font-weight: 600 }}
 .small {{ font-size: 12px; fill: #59636e }}
 .ours {{ fill: #0969da; stroke: #0969da }}
 .theirs {{ fill: #818b98; stroke: #818b98 }}
-.c1 {{ stroke: #0969da; fill: #0969da }}
-.c2 {{ stroke: #1a7f37; fill: #1a7f37 }}
-.c3 {{ stroke: #bc4c00; fill: #bc4c00 }}
-.c4 {{ stroke: #8250df; fill: #8250df }}
-.c5 {{ stroke: #818b98; fill: #818b98 }}
-polyline {{ fill: none !important; stroke-width: 2 }}
-.axis {{ stroke: #d1d9e0 }}
 .page {{ fill: #ffffff; stroke: #d1d9e0 }}
 @media (prefers-color-scheme: dark) {{
 text {{ fill: #f0f6fc }}
 .small {{ fill: #9198a1 }}
-.ours, .c1 {{ fill: #58a6ff; stroke: #58a6ff }}
-.c2 {{ fill: #3fb950; stroke: #3fb950 }}
-.c3 {{ fill: #f0883e; stroke: #f0883e }}
-.c4 {{ fill: #bc8cff; stroke: #bc8cff }}
-.axis {{ stroke: #3d444d }}
+.ours {{ fill: #58a6ff; stroke: #58a6ff }}
 .page {{ fill: #0d1117; stroke: #3d444d }}
 }}
 """
@@ -46,7 +33,6 @@ Row = Mapping[str, Any]
 NAMES = {
     "ulp": "torchrl_ext, ulp",
     "context": "torchrl_ext, context",
-    "pulse": "PULSE's layout 3.1",
     "xor + zstd": "xor + zstd-1",
     "int32 + bf16": "int32 + bf16 pairs",
 }
@@ -66,18 +52,9 @@ PLOTTED = {
         ("sglang", "disk"),
         ("sglang", "update_weights_from_tensor by hand"),
         ("sglang", "safetensors + update_weights_from_disk by hand"),
-        ("sglang", "slime, xor"),
     ],
 }
 """Ways in the plot of bytes and pauses, by make, ours first."""
-COLOURS = {
-    "context": "c1", "ulp": "c4", "pulse": "c3", "xor + zstd": "c2", "int32 + bf16": "c5",
-}  # fmt: skip
-AXES = {
-    "parameters": ("parameters, 1 % changed", "encoding / a copy", "encode_of_copy"),
-    "density": ("share that changes", "bits per changed element", "bits_per_changed"),
-    "tensors": ("tensors of 8 M elements, 1 % changed", "encoding / a copy", "encode_of_copy"),
-}
 
 
 def part(document: Row, name: str) -> list[Row]:
@@ -174,37 +151,6 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def growth(document: Row) -> str:
-    """Return a table for each axis, a column for each layout or transport."""
-    found = []
-    for axis, (across, measure, key) in AXES.items():
-        series = _series(document, axis, key)
-        places = sorted({at for points in series.values() for at, _ in points})
-        cells = [
-            [_place(axis, at), *(next((number(y) for x, y in points if x == at), "") for points in series.values())]
-            for at in places
-        ]
-        if cells:
-            names = [NAMES[name] for name in series]
-            found.append(f"**{measure.capitalize()}**\n\n" + table([across, *names], cells))
-    failed = [row["error"] for row in part(document, "growth") if "error" in row]
-    return "\n\n".join([*found, *failed])
-
-
-def _series(document: Row, axis: str, key: str) -> dict[str, list[tuple[float, float]]]:
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in part(document, "growth"):
-        if row.get("axis") == axis:
-            series.setdefault(row["name"], []).append((row["at"], row[key]))
-    return series
-
-
-def _place(axis: str, at: float) -> str:
-    if axis == "parameters":
-        return f"{at / 1e6:.3g} M"
-    return f"{100 * at:g} %" if axis == "density" else f"{at:,}"
-
-
 # plots
 
 
@@ -229,9 +175,6 @@ def bar(x: int, y: int, length: float, kind: str) -> str:
 def bits_plot(document: Row) -> str:
     """Bits per changed element, one step of AdamW."""
     rows = [(NAMES[row["name"]], row) for row in part(document, "bits") if row.get("steps") == 1]
-    for row in part(document, "engine"):
-        if row["name"].startswith("slime") and "error" not in row:
-            rows.append((f"{row['name']} (its own writer)", row))
     rows.sort(key=lambda pair: pair[1]["bits_per_changed"])
     most = max((row["bits_per_changed"] for _, row in rows), default=1.0)
     body = [text(12, 24, "Bits per changed element, one step of AdamW in bfloat16", "title")]
@@ -274,56 +217,8 @@ def pause_plot(document: Row) -> str:
     return svg(800, y + 24, "Bytes and pause of one update, beside the alternatives", body)
 
 
-def growth_plot(document: Row) -> str:
-    """A panel for each axis of growth."""
-    body: list[str] = []
-    for place, (axis, (across, measure, key)) in enumerate(AXES.items()):
-        left, top = 400 * (place % 2), 280 * (place // 2)
-        body += _panel(left, top, axis, across, measure, _series(document, axis, key))
-    return svg(800, 560, "How sizes and times grow", body)
-
-
-def _panel(left: int, top: int, axis: str, across: str, measure: str, series: dict[str, list[Any]]) -> list[str]:
-    points = [point for line in series.values() for point in line]
-    if not points:
-        return [text(left + 20, top + 30, f"{across}: not run", "small")]
-    x = _scale([at for at, _ in points], left + 52, left + 250)
-    y = _scale([value for _, value in points], top + 226, top + 44)
-    body = [text(left + 12, top + 22, measure, "head"), text(left + 150, top + 264, across, "small middle")]
-    for value in _ticks([value for _, value in points]):
-        body.append(f'<path class="axis" d="M{left + 52} {y(value):.1f}H{left + 250}"/>')
-        body.append(text(left + 46, y(value) + 4, f"{value:g}", "small end"))
-    for at in sorted({at for at, _ in points}):
-        body.append(text(x(at), top + 244, _place(axis, at), "small middle"))
-    label = -math.inf
-    for name, line in sorted(series.items(), key=lambda pair: y(pair[1][-1][1])):
-        end, kind = y(line[-1][1]), COLOURS[name]
-        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line)
-        body.append(f'<polyline class="{kind}" points="{path}"/>')
-        body += [f'<circle class="{kind}" r="3" cx="{x(at):.1f}" cy="{y(value):.1f}"/>' for at, value in line]
-        label = max(end, label + 15)
-        body.append(f'<path class="{kind}" d="M{left + 252} {label:.1f}h10"/>')
-        body.append(text(left + 266, label + 4, NAMES[name].removeprefix("torchrl_ext, "), "small"))
-    return body
-
-
-def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float], float]:
-    least, most = math.log(min(values)), math.log(max(values))
-    width = (most - least) or 1.0
-    return lambda value: low + (high - low) * (math.log(value) - least) / width
-
-
-def _ticks(values: Sequence[float]) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten within the values; only powers where those suffice."""
-    least, most = min(values), max(values)
-    decades = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
-    powers = [10.0**power for power in decades if least <= 10.0**power <= most]
-    finer = [step * 10.0**power for power in decades for step in (1, 2, 5) if least <= step * 10.0**power <= most]
-    return powers if len(powers) > 2 else finer
-
-
-TABLES = {"run": described, "bits": bits, "engines": engines, "growth": growth}
-PLOTS = {"bits": bits_plot, "pause": pause_plot, "growth": growth_plot}
+TABLES = {"run": described, "bits": bits, "engines": engines}
+PLOTS = {"bits": bits_plot, "pause": pause_plot}
 
 
 def page(words: str, document: Row) -> str:

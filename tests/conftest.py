@@ -14,7 +14,7 @@ import httpx
 import pytest
 from hypothesis import settings
 
-from tests.beside import share
+from tests.beside import longest_first, scheduler
 from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
 from tests.ranks import outcomes_of
@@ -48,6 +48,11 @@ def pytest_cmdline_main(config):
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # before xdist makes its own
+def pytest_xdist_make_scheduler(config, log):
+    return scheduler(config, log) if config.option.dist == "loadgroup" else None
 
 
 settings.register_profile("default tier", deadline=None, derandomize=True, max_examples=50)
@@ -84,7 +89,6 @@ def _all(config):
     return config.args_source is config.ArgsSource.TESTPATHS
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     """Keep one tier: the tests on real engines, or all others."""
     engines, exhaustive = config.getoption("--engines"), config.getoption("--exhaustive")
@@ -97,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
     if config.getoption("loadgroup", False):
-        share(items)
+        longest_first(items)
 
 
 def pytest_report_header(config):

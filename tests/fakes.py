@@ -11,10 +11,9 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,44 +69,33 @@ def kind_of(body: Any) -> str:
         return ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A fault of one request.
-
-    Attributes:
-        how: ``"fail"`` answers with status 500 and ``"cut"`` breaks the connection; neither carries the request out.
-            The others do: ``"lose"`` breaks the connection before the answer, ``"hang"`` does not answer, ``"junk"``
-            answers with ``junk``, ``"twice"`` carries it out twice, ``"pass"`` does nothing wrong.
-        route: the request's route or kind, as in `Call`; "" for any.
-        after: number of matching requests that pass before the fault.
-        first: called before the request is handled, for example to act as another client.
-    """
-
-    how: str = "fail"
-    route: str = ""
-    after: int = 0
-    junk: Any = "junk"
-    first: Callable[[], object] | None = None
-
-
 class Faults:
     """A queue of faults for an engine's requests."""
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Fault, Iterator[int]]] = []  # with a count of its requests
-        self._noting = threading.Lock()
+    def __init__(self):
+        self._waiting, self._noting = [], threading.Lock()
 
-    def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
-        """Queue a fault that happens once; see `Fault` for the arguments. Faults happen in the order queued."""
+    def inject(self, how="fail", route="", *, after=0, junk="junk", first=None):
+        """Queue a fault of one request. Faults happen once, in the order queued.
+
+        Args:
+            how: ``"fail"`` answers with status 500 and ``"cut"`` breaks the connection; neither carries the request
+                out. The others do: ``"lose"`` breaks the connection before the answer, ``"hang"`` does not answer,
+                ``"junk"`` answers with ``junk``, ``"twice"`` carries it out twice, ``"pass"`` does nothing wrong.
+            route: the request's route or kind, as in `Call`; "" for any.
+            after: number of matching requests that pass before the fault.
+            junk: the answer of ``"junk"``.
+            first: called before the request is handled, for example to act as another client.
+        """
         with self._noting:
-            self._waiting.append((Fault(how=how, route=route, **more), count()))
+            self._waiting.append(SimpleNamespace(how=how, route=route, after=after, junk=junk, first=first))
 
-    def heal(self) -> None:
+    def heal(self):
         """Drop the faults that have not happened yet."""
         with self._noting:
             self._waiting.clear()
 
-    def carry_out(self, route: str, do: Callable[[], Any], kind: str = "") -> tuple[Fault, Any]:
+    def carry_out(self, route, do, kind=""):
         """Carry a request out as often as its fault lets it; return the fault and the last answer."""
         fault, answer = self._next_fault({"", route, kind}), None
         if fault.first is not None:
@@ -116,14 +104,15 @@ class Faults:
             answer = do()
         return fault, answer
 
-    def _next_fault(self, names: set[str]) -> Fault:
+    def _next_fault(self, names):
         with self._noting:
-            for row in self._waiting:
-                fault, requests = row
-                if fault.route in names and next(requests) >= fault.after:
-                    self._waiting.remove(row)
-                    return fault
-        return Fault(how="pass")
+            for fault in self._waiting:
+                if fault.route in names:
+                    fault.after -= 1
+                    if fault.after < 0:
+                        self._waiting.remove(fault)
+                        return fault
+        return SimpleNamespace(how="pass", junk=None, first=None)
 
 
 class FakeEngine(Faults):

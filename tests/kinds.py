@@ -10,7 +10,6 @@ import transformers
 from tests.models import SIZES, tiny_tokenizer
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_MAMBA = {"mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64}
 
 # Latent attention of 512 + 64, the size that vLLM's decode on the CPU knows; the first layer has no experts. Positions
 # are stretched (YaRN) as in the real model: vLLM on the CPU rotates latent attention wrongly without.
@@ -45,18 +44,6 @@ _DEEPSEEK_V3 = {
     "first_k_dense_replace": 1,
 }
 
-_GRANITE_HYBRID = {
-    **_MAMBA,
-    "head_dim": None,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "shared_intermediate_size": 64,
-    "layer_types": ["mamba", "attention"],
-    "position_embedding_type": "rope",
-    "mamba_n_heads": 8,
-    "mamba_expand": 2,
-}
-
 _MAMBA2 = {
     **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")),
     "num_heads": 8,
@@ -79,8 +66,6 @@ KINDS = {
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True}),
     "mixtral": ("MixtralConfig", {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": ("DeepseekV3Config", _DEEPSEEK_V3),
-    "falcon-h1": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_heads": 4}),
-    "granite-hybrid": ("GraniteMoeHybridConfig", _GRANITE_HYBRID),
     "mamba2": ("Mamba2Config", _MAMBA2),
     "gemma3": ("Gemma3TextConfig", _GEMMA3),
 }

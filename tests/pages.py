@@ -8,8 +8,8 @@ else of a block is changed. What a block lacks otherwise is to be written on the
 A comment before a block says how it runs:
 
 ``<!-- needs WHAT -->``
-    It runs where that is: what needs Ray in a cluster of this machine, and what needs torchrun on two ranks
-    (`tests.test_pages`); the rest on real engines (`on_servers`, in ``tests/real_engines``).
+    It runs where that is: what needs Ray in a cluster of this machine, what needs torchrun on two ranks, and what needs
+    TRL with stand-ins (`tests.test_pages`); the rest on real engines (`on_servers`, in ``tests/real_engines``).
 ``<!-- as in MODULE: NAME -->``
     It shows our own source, and is compared with that.
 

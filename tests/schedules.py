@@ -21,9 +21,11 @@ import sys
 import threading
 import time
 import traceback
+from collections import namedtuple
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import torch
@@ -130,27 +132,8 @@ class Life:
         return self.since <= start and end <= (self.until if self.armed is None else self.armed)
 
 
-@dataclass
-class Request:
-    """A request of the load, and what became of it."""
-
-    urls: tuple
-    prompt: list
-    start: float
-    end: float = 0.0
-    answer: object = None
-    error: BaseException | None = None
-
-
-@dataclass
-class Look:
-    """What an engine had in service at some time."""
-
-    life: Life
-    when: float
-    paused: bool
-    version: int
-    bytes: str
+Look = namedtuple("Look", ("life", "when", "paused", "version", "bytes"))
+"""What an engine had in service at some time."""
 
 
 class Policy:
@@ -425,7 +408,7 @@ class Schedule:
 
     def _ask(self, client, urls, draw):
         prompt = [draw.randrange(3, 64) for _ in range(draw.randint(3, 8))]
-        request = Request(urls, prompt, time.monotonic())
+        request = SimpleNamespace(urls=urls, prompt=prompt, start=time.monotonic(), answer=None, error=None)
         try:
             (request.answer,) = client.generate(
                 [prompt], max_tokens=draw.choice([2, 4, 16]), temperature=0, ignore_eos=True

@@ -8,15 +8,21 @@ import operator
 import os
 import re
 import runpy
+import sys
 import textwrap
+from collections import namedtuple
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 
 import torchrl_ext as tx
+from tests.compat.vllm_api import TRLs
 from tests.control.ray_cluster import two_nodes
 from tests.engines.embedded import EmbeddedServer
+from tests.fakes import FakeEngine
 from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
@@ -81,6 +87,39 @@ def test_sharded_trainer_page_runs_on_two_ranks(urls, checkpoint):
         said = [child.stdout.read() for child in ranks]
     assert statuses == [0, 0], said
     assert said[0] and not said[1]
+
+
+class TRLsClient(TRLs):
+    def pause(self):
+        self.call("pause?mode=keep")
+
+    def resume(self):
+        self.call("resume")
+
+
+def test_the_object_for_trl_lets_a_server_follow(tmp_path, monkeypatch):
+    """As TRL calls it, with stand-ins of what it imports."""
+    ours = {"_iter_vllm_named_params": lambda model: model.state_dict().items()}
+    monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo.async_grpo_trainer", SimpleNamespace(**ours))
+    vllms = SimpleNamespace(ParamMeta=namedtuple("ParamMeta", ("name", "dtype", "shape")))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", vllms)
+    (block,) = [block for block in blocks(ROOT / "docs/vllm_api.md") if block.needs == "TRL"]
+    exec(block.code.replace("/shared/updates", str(tmp_path)), space := {})
+    model, accelerator = torch.nn.ParameterDict(), SimpleNamespace(unwrap_model=lambda model: model)
+    with FakeEngine("vllm") as fake:
+        model.update({name: tensor.clone() for name, tensor in fake.tensors.items()})
+        backend = space["Backend"]()
+        backend.trainer = SimpleNamespace(vllm_client=TRLsClient(fake.url), accelerator=accelerator, model=model)
+        backend.init_weight_transfer()
+        for step in (1, 2):
+            for parameter in model.values():
+                parameter.data.fill_(step)
+            backend.pause()
+            backend.send_weights(iter(model.state_dict().items()))
+            backend.resume()
+            assert {name: tensor.tolist() for name, tensor in fake.tensors.items()} == dict.fromkeys("ab", [step] * 4)
+        assert fake.serving and not fake.wrongs
+        backend.destroy()
 
 
 @pytest.mark.parametrize(("page", "block"), SHOWN, ids=lambda value: getattr(value, "mark", ""))

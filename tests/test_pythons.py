@@ -6,13 +6,10 @@ Whether every module can be imported by the oldest and by the newest Python is s
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
 
-import pytest
-
-from tests.processes import ROOT, WAIT_S
+from tests.processes import ROOT, python
 
 
 def test_oldest_promised_python_agrees_with_the_settings():
@@ -31,25 +28,39 @@ EXTRAS = [
 
 
 def test_bare_installation_imports_modules_that_need_no_extra():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bare", *EXTRAS], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
-    )
-    assert done.returncode == 0, done.stderr
+    python("import runpy; runpy.run_module('tests.bare', run_name='__main__')", *EXTRAS, fresh=True)
 
 
-@pytest.mark.parametrize(
-    ("code", "extra"),
-    [
-        ("import sys; from torchrl_ext.cli.main import main; sys.exit(main(['discover', 'localhost:1']))", "cli"),
-        ("import sys; del sys.modules['typer']; from torchrl_ext.cli.main import main; sys.exit(main([]))", "cli"),
-        ("from torchrl_ext.testing.tiny import make_tiny_lm; make_tiny_lm('model')", "embedded"),
-        ("from torchrl_ext.control.serving.embedded import EmbeddedServer; EmbeddedServer('.')", "embedded"),
-        ("from torchrl_ext.control.serving.topology import read_plans; read_plans('engines.yaml')", "cli"),
-        ("import torchrl_ext.rl.hydra", "hydra"),
-        ("from torchrl_ext.base.reports import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
-    ],
-)
-def test_an_extra_that_is_missing_is_named_in_one_line(code, extra):
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); {code}"
-    done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode and f"pip install 'torchrl_ext[{extra}]'" in done.stderr.splitlines()[-1]
+LACKING = """
+import contextlib, io, json, sys
+extras, programs = json.loads(sys.argv[1])
+for program in programs:
+    sys.modules.update(dict.fromkeys(extras))
+    said, ended = io.StringIO(), None
+    try:
+        with contextlib.redirect_stderr(said):
+            exec(program, {})
+    except SystemExit as error:
+        ended = error.code
+    except Exception as error:
+        ended = str(error)
+        said.write(ended)
+    print(json.dumps([bool(ended), said.getvalue().splitlines()[-1:]]))
+"""
+
+
+def test_an_extra_that_is_missing_is_named_in_one_line():
+    """Each program alone asks for it, in one interpreter that lacks them all."""
+    programs = {
+        "import sys; from torchrl_ext.cli.main import main; sys.exit(main(['discover', 'localhost:1']))": "cli",
+        "import sys; del sys.modules['typer']; from torchrl_ext.cli.main import main; sys.exit(main([]))": "cli",
+        "from torchrl_ext.testing.tiny import make_tiny_lm; make_tiny_lm('model')": "embedded",
+        "from torchrl_ext.control.serving.embedded import EmbeddedServer; EmbeddedServer('.')": "embedded",
+        "from torchrl_ext.control.serving.topology import read_plans; read_plans('engines.yaml')": "cli",
+        "import torchrl_ext.rl.hydra": "hydra",
+        "from torchrl_ext.base.reports import SyncReport; SyncReport(version=1, transport='disk').plot()": "plot",
+    }
+    told = python(LACKING, json.dumps([EXTRAS, list(programs)]), fresh=True).splitlines()
+    for line, (program, extra) in zip(told, programs.items(), strict=True):
+        failed, [last] = json.loads(line)
+        assert failed and f"pip install 'torchrl_ext[{extra}]'" in last, (program, last)

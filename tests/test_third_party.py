@@ -17,15 +17,16 @@ from tests.real_engines.served import ServedVLLM, serving
 
 TRAINER = """
 import sys
+sys.path.insert(0, sys.argv[1])
 import torchrl_ext as tx
 from tests.models import tiny_model
 
-engine = tx.connect(sys.argv[1])
+engine = tx.connect(sys.argv[2])
 sender = tx.WeightSender(tx.make_transport("courier"), engine)
 for seed in (3, 4):
     report = sender.update_weights(tiny_model(seed))
     assert report.transport == "courier" and report.verified and report.proof in ("in place", "rehearsed"), report
-    assert report.engines[0].state == "serving" and report.version == int(sys.argv[2]) + seed - 3, report
+    assert report.engines[0].state == "serving" and report.version == seed - 2, report
 print(sorted(engine.info().transports))
 sender.shutdown()
 """
@@ -33,14 +34,10 @@ sender.shutdown()
 
 FLIGHT = """
 import sys, tempfile
+sys.path.insert(0, sys.argv[1])
 import torch
 import torchrl_ext as tx
 from dove import Dovecote
-from torchrl_ext.base.errors import IntegrityError, UpdateError
-
-def broken(message):
-    loaded(message)
-    raise IntegrityError("it broke")
 
 module, policy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
 with Dovecote(module) as cote:
@@ -54,16 +51,6 @@ with Dovecote(module) as cote:
             assert torch.equal(policy.weight, module.weight) and torch.equal(policy.bias, module.bias)
         assert engine.info().weight_version == str(report.version) and engine.pause() and not cote.flies
         engine.resume()
-        loaded, cote.receiver.load = cote.receiver.load, broken
-        try:
-            sender.update_weights(policy)
-        except UpdateError as error:
-            assert "it broke" in str(error) and "did not load the new weights" in str(error), error
-            assert not cote.flies
-        else:
-            raise AssertionError("it did not fail")
-        cote.receiver.load = loaded
-        sender.update_weights(policy)
         assert cote.flies and engine.look()[0].state == "serving"
         sender.shutdown()
     cote.shutdown()
@@ -81,64 +68,47 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider"]))
 
 
 @pytest.fixture(scope="session")
-def package(tmp_path_factory):
-    """The package's files, away from ours."""
+def packages(tmp_path_factory):
+    """The packages' files, away from ours."""
     return shutil.copytree(ROOT / "tests/third_party", tmp_path_factory.mktemp("third") / "party")
 
 
 @pytest.fixture(scope="session")
-def site(package, tmp_path_factory):
-    """A directory into which it is installed."""
-    return install(package, tmp_path_factory.mktemp("site"))
-
-
-@pytest.fixture
-def installed(site, monkeypatch):
-    """It is installed for the processes that a test starts, engines among them."""
-    there = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), str(ROOT), there))))
-
-
-def install(package, site):
+def site(packages, tmp_path_factory):
+    """A directory into which both are installed."""
+    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    subprocess.run([*command, "--target", str(site), str(package)], check=True, timeout=300)
-    return site
+    subprocess.run([*command, "--target", folder, packages, packages / "dove"], check=True, timeout=300)
+    return folder
 
 
-def run(*command, cwd=ROOT):
-    done = subprocess.run([sys.executable, *command], cwd=cwd, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+def test_they_are_as_short_as_the_pages_say():
+    for name, count in {"courier.py": 100, "dove/dove.py": 150}.items():
+        lines = (ROOT / "tests/third_party" / name).read_text().splitlines()
+        assert len(list(filter(str.strip, lines))) <= count
 
 
-def test_it_is_as_short_as_the_page_says():
-    lines = (ROOT / "tests/third_party/courier.py").read_text().splitlines()
-    assert len(list(filter(str.strip, lines))) <= 100
+def test_it_passes_the_contract_that_is_shipped(packages, site):
+    assert " passed" in python(CONTRACT, site, packages)
 
 
-def test_it_passes_the_contract_that_is_shipped(package, site):
-    assert " passed" in python(CONTRACT, site, package)
+def test_a_make_of_engine_by_somebody_else_follows_a_trainer(site):
+    assert "it followed" in python(FLIGHT, site)
 
 
-def test_a_make_of_engine_by_somebody_else_follows_a_trainer(tmp_path, monkeypatch):
-    package = shutil.copytree(ROOT / "tests/third_party/dove", tmp_path / "dove")
-    assert len(list(filter(str.strip, (package / "dove.py").read_text().splitlines()))) <= 150
-    site = install(package, tmp_path / "site")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), str(ROOT))))
-    assert "it followed" in run("-c", FLIGHT, cwd=tmp_path)
-
-
-def test_it_carries_weights_into_an_embedded_engine(site, installed, tmp_path):
+def test_it_carries_weights_into_an_embedded_engine(site, tmp_path):
     with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", site=site) as server:
         names = {"collective", "delta", "disk", "ipc", "native", "courier", "sharded"}
-        assert run("-c", TRAINER, server.url, "1").split("\n")[-2] == str(sorted(names))
+        assert python(TRAINER, site, server.url).split("\n")[-2] == str(sorted(names))
         served = tx.connect(server.url).info()
         assert served.weight_version == "2"
 
 
 @pytest.mark.engine
-def test_it_carries_weights_into_vllm(installed, tmp_path):
+def test_it_carries_weights_into_vllm(site, monkeypatch, tmp_path):
+    for folder in (ROOT, site):  # of the engine
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     settings = {"dtype": "float32", "max_model_len": 256, "log_path": tmp_path / "log"}
     with serving(ServedVLLM, tiny_checkpoint(tmp_path / "model"), **settings) as engine:
-        run("-c", TRAINER, engine.url, "1")
+        python(TRAINER, site, engine.url)
         assert engine.says(tiny_model(4)) and engine.version() == "2"

@@ -23,14 +23,6 @@ def say(step: str) -> None:
     print(step, file=sys.stderr, flush=True)
 
 
-def flip(weights: dict[str, Tensor], density: float, seed: int) -> None:
-    """Move ``density`` of the elements of bfloat16 tensors by one unit in the last place, in place."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in weights.values():
-        bits = tensor.view(torch.int16).view(-1)
-        bits[torch.randint(bits.numel(), (max(1, round(density * bits.numel())),), generator=generator)] ^= 1
-
-
 def _text_tokens(vocabulary: int, limit: int) -> Tensor:
     """Return Python's standard library as tokens: text of natural statistics that every machine has."""
     root, words = Path(sysconfig.get_paths()["stdlib"]), []

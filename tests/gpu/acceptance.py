@@ -2,7 +2,7 @@
 
 Each step is a process of its own with a limit, and the steps after one that failed run as well. Records are JSON lines,
 on standard output and in a file; a table ends the run. The exit status is 0 if every step passed, 77 if some were
-skipped and all others passed, else 1.
+skipped and all others passed, else 1. A step for which no time is left has failed.
 
 Only the standard library is imported at the top, so that the command itself can say which packages are missing.
 """
@@ -24,8 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
-__all__ = ["STEPS", "Skipped", "Step", "main", "run", "take"]
-
 ROOT = Path(__file__).parents[2]
 NEEDS = ("torch", "numpy", "numba", "msgspec", "zstandard", "xxhash", "tensordict", "psutil")
 """What every step needs."""
@@ -33,9 +31,7 @@ SERVING = ("transformers", "safetensors", "starlette", "uvicorn", "aiohttp", "ya
 """What an engine over HTTP needs beside it."""
 SKIPPED = 77
 """The exit status that automake's tests have for it."""
-_REPORT_S = 3.0  # to end a step, and to write the table
-_LEAST_S = 5.0  # no step does anything in less
-_LOG_BYTES, _SHOWN, _CELL = 1 << 18, 3000, 160  # of a step's output: kept, printed where it failed, in the table
+_SHOWN = 3000  # characters of an error
 _CHILD = "from tests.gpu.acceptance import take; take()"
 
 
@@ -67,15 +63,10 @@ STEPS = (
     Step("environment", 100, "tests.gpu.steps:environment", "packages, compiler"),
     Step("kernels", 60, "tests.gpu.steps:kernels", "every bit of the kernels", ("pytest",)),
     Step("staged", 45, "tests.gpu.deltas:staged", "G3: staged beside, committed on another stream"),
-    Step("streams", 75, "tests.gpu.steps:streams", "G2, G9: ends on streams of their own, pinned memory"),
-    Step("deaths", 110, "tests.gpu.steps:deaths", "G1: an end that is killed, on other roads"),
+    Step("deaths", 150, "tests.gpu.steps:deaths", "G1: an end that is killed, memory that is given back"),
     Step("nccl", 150, "tests.gpu.steps:nccl", "G1, G6: absent ranks, killed ends, settings", ("pytest",)),
-    Step("groups", 110, "tests.gpu.steps:groups", "G16, G19: packing, dtypes, strides"),
-    Step("ipc", 60, "tests.gpu.steps:ipc", "handles, memory that is given back"),
-    Step("graph", 60, "tests.gpu.steps:graph", "G20: addresses"),
+    Step("roads", 220, "tests.gpu.steps:roads", "G2, G9, G16, G19, G20: streams, pins, dtypes, strides, addresses"),
     Step("embedded", 75, "tests.gpu.steps:embedded", "G12: the whole road, outputs", SERVING),
-    Step("figures", 120, "tests.gpu.deltas:figures", "G5, G8: seconds, GB/s, waits"),
-    Step("sanitizer", 100, "tests.gpu.steps:sanitizer", "writes by address", ("pytest",)),
 )
 """In the order in which they decide most, if time is short."""
 
@@ -85,61 +76,37 @@ def run(steps, out, *, limit_s, scale):
 
     Args:
         steps: the steps.
-        out: the folder that gets ``results.jsonl``, ``table.txt`` and ``log.txt``.
+        out: the folder that gets ``results.jsonl`` and ``log.txt``, with what the steps print.
         limit_s: seconds for all of them.
         scale: how much of the sizes the steps take, up to 1.
     """
-    until, records = time.monotonic() + limit_s - _REPORT_S, []
+    until, records = time.monotonic() + limit_s, []
     with (out / "results.jsonl").open("w") as results, (out / "log.txt").open("wb") as log:
         for step in steps:
-            record = {"step": step.name, "proves": step.proves, **_outcome(step, until, scale, log)}
-            records.append(record)
+            began = time.monotonic()
+            record = {"step": step.name, "proves": step.proves, **_outcome(step, until - began, scale, log)}
+            records.append({**record, "seconds": round(time.monotonic() - began, 1)})
             for stream in (results, sys.stdout):
-                print(json.dumps(record), file=stream, flush=True)
-    (out / "table.txt").write_text(table(records))
+                print(json.dumps(records[-1]), file=stream, flush=True)
     return records
 
 
-def _outcome(step, until, scale, log):
-    """Run a step if there is time; return its status, seconds, and what it found."""
+def _outcome(step, left_s, scale, log):
+    """Run a step, and return its status and what it found."""
     missing = [name for name in (*NEEDS, *step.needs) if find_spec(name) is None]
     if missing:
-        return {"status": "skipped", "seconds": 0.0, "why": f"no {', '.join(missing)}"}
-    began = time.monotonic()
-    left = until - began
-    if left < min(_LEAST_S, step.limit_s):
-        return {"status": "no time", "seconds": 0.0, "why": f"{max(0.0, left):.0f} s were left"}
-    with tempfile.TemporaryFile() as said:
-        status, answer = _run(step, min(step.limit_s, left), scale, said)
-        seconds = round(time.monotonic() - began, 1)
-        said.seek(max(0, said.seek(0, os.SEEK_END) - _LOG_BYTES))
-        text = said.read()
-    log.write(f"=== {step.name}\n".encode() + text)
+        return {"status": "skipped", "why": f"no {', '.join(missing)}"}
+    limit_s = max(0.0, min(step.limit_s, left_s))
+    log.write(f"=== {step.name}\n".encode())
     log.flush()
-    if answer is not None:
-        found = answer
-    elif status is None and left < step.limit_s:
-        return {"status": "no time", "seconds": seconds, "why": f"{left:.0f} of {step.limit_s:g} s were left"}
-    elif status is None:
-        found = {"status": "failed", "why": f"did not end within {step.limit_s:g} s"}
-    else:
-        ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        found = {"status": "failed", "why": ended}
-    if found["status"] == "failed":
-        print(text.decode(errors="replace")[-_SHOWN:], file=sys.stderr, flush=True)
-    return {"status": found.pop("status"), "seconds": seconds, **found}
-
-
-def _run(step, limit_s, scale, said):
-    """Return the exit status of a step, None where it was killed, and its answer, None where there is none."""
     command = [sys.executable, "-c", _CHILD, step.runs, str(scale)]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": log}
     child = subprocess.Popen(command, cwd=ROOT, **pipes, start_new_session=True)
     try:
         answer, _ = child.communicate(timeout=limit_s)
-        return child.returncode, json.loads(answer) if answer else None
+        return json.loads(answer) if answer else {"status": "failed", "why": f"ended with status {child.returncode}"}
     except subprocess.TimeoutExpired:
-        return None, None
+        return {"status": "failed", "why": f"did not end within {limit_s:.0f} s"}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # and what it started
@@ -167,38 +134,27 @@ def take():
     os._exit(0)  # threads of a library may abort an interpreter that takes its time to end
 
 
-def table(records):
-    """Return the records as a table, with what is to be said of those that did not pass."""
-    rows = [("step", "status", "seconds", "shows", "")]
-    for one in records:
-        why = one.get("why") or "; ".join(map(str, one.get("failures", ())))
-        rows.append((one["step"], one["status"], f"{one['seconds']:.1f}", one["proves"], " ".join(why.split())[:_CELL]))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = (" ".join(f"{cell:{width}} " for cell, width in zip(row, (*widths, 0), strict=True)) for row in rows)
-    return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
 def main(argv=None, steps=STEPS):
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.acceptance", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "lag", "cpu"), help="by default the accelerator that is there")
-    parser.add_argument("--out", type=Path, help="folder of records, table and log; by default OUT, or a new one")
+    parser.add_argument("--out", type=Path, help="folder of records and log; by default OUT, or a new one")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in steps])
     parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="for all steps; %(default)g")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the sizes; a rehearsal takes 0.005")
     options = parser.parse_args(argv)
     out = options.out or Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="torchrl-ext-acceptance-"))
     out.mkdir(parents=True, exist_ok=True)
-    wanted = dict.fromkeys(name for step in steps for name in (*NEEDS, *step.needs))
-    missing = [name for name in wanted if find_spec(name) is None]
-    print(f"missing packages: {', '.join(missing) or 'none'}; records go to {out}", flush=True)
+    print(f"records go to {out}", flush=True)
     os.environ["TORCHRL_EXT_TEST_DEVICE"] = options.device or _accelerator(parser)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the step, too
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-numba-") as compiled:
         os.environ.setdefault("NUMBA_CACHE_DIR", compiled)
         chosen = [step for step in steps if not options.only or step.name in options.only]
         records = run(chosen, out, limit_s=options.limit, scale=options.scale)
-    print(table(records), end="", flush=True)
+    for one in records:
+        why = " ".join(str(one.get("why") or one.get("failures") or "").split())[:160]
+        print(f"{one['step']:12} {one['status']:8} {one['seconds']:6.1f} s  {one['proves']}  {why}", flush=True)
     found = {record["status"] for record in records}
     return 0 if found <= {"passed"} else SKIPPED if found <= {"passed", "skipped"} else 1
 

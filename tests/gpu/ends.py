@@ -350,10 +350,8 @@ def _follows(road, own, every):
     _meet(road, own, held)
     for version in range(1, 1 + road.versions):
         if road.dies == "worker" and version == road.versions:
-            within = Deadline(road.timeout_s)
-            arrival = own.attend(within).next(within, own._received)
-            names = (name for name, _ in own.attend(within).receive(arrival, held, within))
-            for number, _ in enumerate(names):
+            within, end = Deadline(road.timeout_s), own._end  # another one would be another worker to the trainer
+            for number, _ in enumerate(end.receive(end.next(within, own._received), held, within)):
                 if 2 * number > len(held):
                     os.kill(os.getpid(), signal.SIGKILL)
         found = own.receive_weights(road.timeout_s, weights=held)

@@ -8,9 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -24,7 +21,7 @@ from tests.gpu import pairs
 from tests.gpu.acceptance import Skipped
 from tests.gpu.deltas import WAIT_S, turn
 from tests.gpu.ends import FILES, GROUPS, Road, copy_speed, device, small
-from tests.processes import ROOT, running_python
+from tests.processes import running_python
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.weights.derived import as_source
 
@@ -43,18 +40,10 @@ def environment(scale):
         gpu = torch.cuda.get_device_properties(device())
         found |= {"gpu": gpu.name, "gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found["copy_gbps"] = round(copy_speed(max(1 << 20, int(scale * (2 << 30)))) / 1e9, 3)
     began = time.perf_counter()
     compile_loops("auto", as_source(small(13, 0)).params())
     return found | {"compiled_s": round(time.perf_counter() - began, 1)}
-
-
-def _printed(*command):
-    found = shutil.which(command[0])
-    if found is None:
-        return ""
-    return subprocess.run([found, *command[1:]], capture_output=True, text=True, timeout=30, check=False).stdout.strip()
 
 
 class _Tests:
@@ -88,20 +77,19 @@ def kernels(scale):
     return _Tests("tests/data/deltas", "test_kernels.py", "-k", "torch and not cuda and not lag").figures()
 
 
-def sanitizer(scale):
-    """The same suite under compute-sanitizer."""
-    found = shutil.which("compute-sanitizer")
-    if found is None or device().type != "cuda":
-        raise Skipped("no compute-sanitizer")
-    code = "import sys; from tests.gpu.steps import kernels; sys.exit(bool(kernels(1)['failures']))"
-    command = [found, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
-    status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
-    return {"failures": [f"status {status}: the log has the reason"] if status else []}
+def roads(scale):
+    """Every road with small tensors of all dtypes, from stream to stream, and with large ones that a CUDA graph reads.
 
-
-def _travelled(roads):
-    records = pairs.travel(roads, _LINE_S)
+    And what a trainer pins for deltas of large ones.
+    """
+    every = (*FILES, "ipc", *GROUPS)
+    few = [_road(one, scale, aside=True, versions=2) for one in every]
+    large = [_road(one, scale, mib=8192 if one == "ipc" else 1024, graph=True, versions=2) for one in every]
+    records = pairs.travel([_road("delta", scale, mib=1152, aside=True), *few, *large], _LINE_S)
     failures = [f"{one['road']}: {one['failed']}" for one in records if "failed" in one]
+    share = records[0].get("pinned_share", 0)
+    if share > _PINNED:
+        failures.append(f"the trainer pins {share} times its weights")
     return {"roads": records, "compared": sum(one.get("compared", 0) for one in records), "failures": failures}
 
 
@@ -110,51 +98,20 @@ def _road(transport, scale, *, mib=0, few=2000, **how):
     return Road(transport=transport, timeout_s=WAIT_S, **sizes, **how)
 
 
-def streams(scale):
-    """Every road between ends on streams of their own; and what the trainer pins for deltas."""
-    others = ("disk", "ipc", "collective", "sharded", "broadcast")
-    deltas = [_road("delta", scale, mib=1152, aside=True), _road("delta", scale, aside=True)]
-    found = _travelled([*deltas, *(_road(one, scale, mib=96, aside=True, versions=2) for one in others)])
-    share = found["roads"][0].get("pinned_share", 0)
-    if share > _PINNED:
-        found["failures"].append(f"the trainer pins {share} times its weights")
-    return found
-
-
-def groups(scale):
-    """Every road over a group, with small tensors of all dtypes, and with large ones."""
-    few = [_road(one, scale, versions=2) for one in GROUPS]
-    return _travelled([*few, *(_road(one, scale, mib=1024, versions=2) for one in GROUPS)])
-
-
-def ipc(scale):
-    """Memory that a trainer shares, and whether all of it is free again after a worker was killed."""
+def deaths(scale):
+    """An end killed in the middle of a version: the other one reports it, lives, goes on, and has its memory again."""
+    found, failures = _outlived(["worker", "trainer"], ["collective", "sharded"], max(6, int(1024 * scale)))
     before = _free_bytes()
-    found = _travelled([_road("ipc", scale, few=4000), _road("ipc", scale, mib=8192, versions=2)])
     least = 48 if device().type == "cpu" else 640  # more than the memory takes
-    found["killed"], failures = _outlived(["worker"], ["ipc"], max(least, int(1024 * scale)))
-    found["failures"] += failures
-    if before is not None:
-        found["kept_mib"] = (before - _free_bytes()) >> 20
-        if found["kept_mib"] > 64:
-            found["failures"].append(f"{found['kept_mib']} MiB of the GPU are not free again")
-    return found
+    survived, failed = _outlived(["worker"], ["ipc"], max(least, int(1024 * scale)))
+    kept_mib = (before - _free_bytes()) >> 20
+    if kept_mib > 64:
+        failed.append(f"{kept_mib} MiB of the GPU are not free again")
+    return {"survived": found + survived, "kept_mib": kept_mib, "failures": failures + failed}
 
 
 def _free_bytes():
-    return torch.cuda.mem_get_info(device())[0] if device().type == "cuda" else None
-
-
-def graph(scale):
-    """A CUDA graph captured over the worker's parameters sees each version of each road; none of them moves."""
-    found = _travelled([_road(one, scale, mib=96, graph=True) for one in (*FILES, "ipc", *GROUPS)])
-    return found | ({} if device().type == "cuda" else {"note": "addresses and bits only: no graphs here"})
-
-
-def deaths(scale):
-    """An end killed in the middle of a version: the other one reports it, lives, and goes on in another group."""
-    found, failures = _outlived(["worker", "trainer"], ["collective", "sharded"], max(6, int(1024 * scale)))
-    return {"survived": found, "failures": failures}
+    return torch.cuda.mem_get_info(device())[0] if device().type == "cuda" else 0
 
 
 def _outlived(victims, transports, mib):

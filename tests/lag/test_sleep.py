@@ -182,8 +182,10 @@ def slept_while_joining(folder):
         end.close()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", ["delta", "delta by broadcast", "disk", "ipc", "collective", "sharded"])
+NAMES = ("delta", "delta by broadcast", "disk", "ipc", "collective", "sharded")
+
+
+@pytest.mark.parametrize(("name", "level"), [("delta", 1), *((name, 2) for name in NAMES)])
 def test_a_sender_joins_an_embedded_engine_that_sleeps(lag, level, name, tmp_path):
     """And the engine follows on another device, from the default stream or from another one."""
     engine = EmbeddedEngine(str(tiny_checkpoint(tmp_path / "model")), device="lag:1")

@@ -28,16 +28,6 @@ LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(180)]
 """A prompt longer than a block of any cache of keys and values: what is shorter is not kept, or handed on."""
 
 
-def kept_keys(role, folder):
-    """The configuration of a vLLM that keeps keys and values in a folder (`tests.real_engines.kept_keys`)."""
-    return {
-        "kv_connector": "KeptKeys",
-        "kv_connector_module_path": "tests.real_engines.kept_keys",
-        "kv_role": role,
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-
-
 @contextmanager
 def serving(served, checkpoint, **settings):
     """A server beside the block, which leaves its end to a thread: SGLang takes ten seconds, in which it sleeps.

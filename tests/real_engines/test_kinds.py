@@ -131,22 +131,11 @@ def noted(request):
             results.write(json.dumps({"outcome": "failed", **note}) + "\n")
 
 
-def note_start(noted, cell, engine):
-    noted.update(
-        kind=cell.kind,
-        engine=cell.engine,
-        version=engine.client.info().version,
-        parallel=cell.parallel,
-        quantisation=cell.quantisation,
-        dtype=cell.dtype,
-    )
-
-
 @pytest.mark.parametrize("cell", FOLLOWING)
 def test_an_engine_of_this_kind_says_what_the_trainer_says(cell, tmp_path, noted, request):
     trainer = Trainer(cell)
     with started(cell, tmp_path) as engine:
-        note_start(noted, cell, engine)
+        noted.update(cell=cell.name, version=engine.client.info().version)
         cold = engine.gap(trainer.model)
         rounds = cell.dtype == "bfloat16" and "moe" in cell.kind  # what is rounded may choose another expert
         far = FAR["quantised" if cell.quantisation else "routed" if rounds else cell.dtype]
@@ -184,7 +173,7 @@ def differences(one, other):
 def test_engine_that_cannot_follow_refuses_before_weights_travel(cell, tmp_path, noted):
     trainer = Trainer(cell)
     with started(cell, tmp_path) as engine:
-        note_start(noted, cell, engine)
+        noted.update(cell=cell.name, version=engine.client.info().version)
         before, cold = engine.says(), engine.gap(trainer.model)
         for transport in cell.transports:
             refused = pytest.raises(WeightSyncError, match=cell.refused)

@@ -6,40 +6,20 @@ gloo stands for NCCL in vLLM's own backend, since no CPU has NCCL.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import json
 import os
 import signal
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-from hypothesis import given
 
 import torchrl_ext as tx
-from tests.data.transports.test_native import PARAMS, SIZE
 from tests.models import tiny_model
 from tests.processes import WAIT_S, calling, finished
 from tests.real_engines.conftest import small
-from tests.real_engines.served import (
-    FORKING,
-    ServedSGLang,
-    ServedVLLM,
-    demo,
-    sending,
-    serving,
-    spec_of,
-    until_met,
-)
+from tests.real_engines.served import FORKING, ServedSGLang, ServedVLLM, demo, sending, serving, until_met
 from tests.turns import Meanwhile
 from torchrl_ext.base.errors import UpdateError, WeightSyncError
-from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.transports.native import layout_of
 from torchrl_ext.data.weights.derived import as_source
-from torchrl_ext.data.weights.digests import byte_view
-from torchrl_ext.testing import any_bits, same_bits
 
 pytestmark = pytest.mark.engine
 
@@ -206,61 +186,3 @@ def test_the_demo_takes_its_own_wire(stock_sglang, checkpoint):
     told = demo("--steps", 2, "--engines", stock_sglang.url, "--model", checkpoint)
     assert told["transport"] == "native"
     assert {report["proof"] for report in told["syncs"]} == {"outputs"}
-
-
-# what their own readers make of our calls
-
-
-@functools.cache
-def module_of(kind, *names):
-    """A module of an engine's environment that needs torch alone, by its file."""
-    (path,) = spec_of(kind).interpreter.parents[1].glob("/".join(["lib/python*/site-packages", *names]))
-    spec = importlib.util.spec_from_file_location(f"theirs_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def read_by_sglang(metas, flats):
-    bucket = module_of("sglang", "sglang", "srt", "weight_sync", "tensor_bucket.py").FlattenedTensorBucket
-    held = bucket.empty([m.name for m in metas], [m.dtype for m in metas], [m.shape for m in metas], "cpu")
-    (flat,) = flats
-    held.get_flattened_tensor().copy_(flat)
-    return dict(held.reconstruct_tensors())
-
-
-def read_by_vllm(metas, flats):
-    theirs = module_of("vllm", "vllm", "distributed", "weight_transfer", "packed_tensor.py")
-    nothing, found, left = SimpleNamespace(synchronize=lambda: None), {}, list(flats)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(theirs, "_get_streams", lambda device, count: (nothing,) * count)
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        rows = iter([(meta.name, (list(meta.shape), meta.dtype)) for meta in metas])
-        wire = SimpleNamespace(broadcast=lambda tensor, src: tensor.copy_(left.pop(0)))
-        how = {"buffer_size_bytes": SIZE, "num_buffers": 2, "device": "cpu"}
-        theirs.packed_nccl_broadcast_consumer(rows, wire, 0, found.update, **how)
-    assert not left
-    return found
-
-
-READERS = {"sglang": read_by_sglang, "vllm": read_by_vllm}
-
-
-@pytest.mark.parametrize("make", READERS)
-@given(params=PARAMS)
-def test_stock_readers_unpack_every_call_to_the_same_bits(make, params):
-    params = [ParamMeta(f"p{i}", meta.dtype, meta.shape) for i, meta in enumerate(params)]
-    sent = {meta.name: any_bits(meta.dtype, *meta.shape, seed=at) for at, meta in enumerate(params)}
-    (buckets, calls), found = layout_of(params, make, SIZE), {}
-    for first, stop in calls:
-        named = [
-            [sent[meta.name] for meta in params[bucket.spans[0].first : bucket.spans[-1].stop]]
-            for bucket in buckets
-            if first <= bucket.spans[0].first < stop and bucket.nbytes
-        ]
-        flats = [torch.cat([byte_view(tensor).flatten() for tensor in tensors]) for tensors in named]
-        metas = [meta for meta in params[first:stop] if meta.nbytes]
-        found |= READERS[make](metas, flats) if metas else {}
-    assert found.keys() == {name for name, tensor in sent.items() if tensor.numel()}
-    assert all(same_bits(tensor, sent[name]) for name, tensor in found.items())

@@ -103,24 +103,6 @@ def test_generations_go_on_after_aborts_with_the_same_tokens(client, fleet, now)
     assert found["stop_reasons"] == ["length"] * 6 and found["weight_versions"] == [[now.version] * 150] * 6
 
 
-@behind_vllm
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_generation_has_the_tokens_of_one_without_a_pause(client, fleet, now, mode):
-    async def paused():
-        running = asyncio.ensure_future(client.generate(asked(1, LONG)))
-        met = await started(running, looking(fleet))
-        assert set(await client.pause(mode=mode)) == set(client.server_urls)
-        assert all([await asyncio.to_thread(served.paused) for served in fleet])
-        if mode == "wait":  # what runs has ended before anything is resumed
-            await asyncio.wait_for(asyncio.shield(running), 120)
-        met = met and running.done() is (mode == "wait")
-        await client.resume()
-        assert (await running)["response_ids"] == [greedy(now.model, [*PROMPT, 0], LONG)]
-        return met
-
-    until_met(lambda: client.run(paused()))
-
-
 def test_control_calls_reach_every_server_but_not_the_router(client, routing, behind, fleet):
     with pytest.raises(ConfigError, match="is a router"):
         tx.make_engine(behind, url=routing.url).pause()

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-import torchrl_ext as tx
 from tests.models import greedy, tiny_model
 from tests.processes import ROOT
-from tests.real_engines.served import FORKING, LONG, ServedVLLM, by_route, kept_keys, sending, serving
+from tests.real_engines.served import FORKING, LONG, ServedVLLM, sending, serving
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +22,13 @@ def kept(tmp_path_factory):
 def served(checkpoint, kept):
     settings = {"dtype": "float32", "max_model_len": 256, "log_path": kept.with_suffix(".log")}
     settings["environ"] = {"PYTHONPATH": os.pathsep.join((FORKING, str(ROOT)))}  # where the server finds the connector
-    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(kept_keys('kv_both', kept))}"]
+    connector = {
+        "kv_connector": "KeptKeys",
+        "kv_connector_module_path": "tests.real_engines.kept_keys",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(kept)},
+    }
+    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(connector)}"]
     with serving(ServedVLLM, checkpoint, **settings) as found:
         yield found
 
@@ -41,16 +46,3 @@ def test_an_update_drops_them(served, kept, tmp_path, pause_mode):
                 assert choice["token_ids"] == expected
                 assert choice["weight_versions"] == [{"version": str(report.version), "start": 0, "end": 24}]
             assert list(kept.iterdir())  # else there was nothing to be dropped
-
-
-def test_an_update_by_the_route_of_other_trainers_drops_them(served, kept, tmp_path):
-    with sending("disk", tmp_path / "known", served) as sender:
-        sender.update_weights(tiny_model(84))
-    trainer = tx.make_transport("delta", root=tmp_path / "root", keyframe_every=1)
-    for version, seed in ((1, 85), (2, 86)):
-        assert served.generate(24, LONG)["token_ids"] and list(kept.iterdir())
-        model, folder = tiny_model(seed), tmp_path / "root" / f"weight_v{version:06d}"
-        trainer.send_weights("policy", model)
-        by_route(served, folder, load_format="delta", weight_version=f"{version}")
-        assert not list(kept.iterdir())
-        assert served.generate(24, LONG)["token_ids"] == greedy(model, LONG, 24)

@@ -1,9 +1,8 @@
 """``python -m tests.bench peers``: our transports beside what a user would choose instead, on one machine.
 
-Four parts: ``bits`` weighs layouts on two steps of a real training run; ``vllm`` and ``sglang`` update one real engine
-of each make in every way, while a client asks it for one token after the other; ``growth`` weighs layouts by
-parameters, by the share that changes and by tensors. Whatever fails is a row with its error. ``--out`` writes what
-``docs/draw_benchmarks.py`` reads.
+Three parts: ``bits`` weighs layouts on steps of a real training run; ``vllm`` and ``sglang`` update one real engine of
+each make in every way, while a client asks it for one token after the other. Whatever fails is a row with its error.
+``--out`` writes what ``docs/draw_benchmarks.py`` reads.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ import torch
 
 import torchrl_ext as tx
 from tests.bench.data import say
-from tests.bench.peers.layouts import Row, grow, weigh
 from tests.bench.peers.site import Checkpoints, Site, Weights, make_checkpoints, serving
-from tests.bench.peers.ways import SLIME_COMMIT, WAYS, Way
+from tests.bench.peers.ways import WAYS, Way
 from tests.memory import track_peak
 from torchrl_ext.base.errors import ConfigError
-from torchrl_ext.cli.bench import seconds
+from torchrl_ext.cli.bench import OTHERS, OURS, compare, seconds
 
-PARTS = ("bits", "vllm", "sglang", "growth")
+Row = dict[str, Any]
+PARTS = ("bits", "vllm", "sglang")
 TOKENS = 24
 
 
@@ -59,8 +58,6 @@ def measure(
     began, rows = time.monotonic(), list[Row]()
     versions = {name: version(name) for name in ("torch", "torchrl", "transformers", "numba", "zstandard")}
     versions |= {"torchrl_ext": tx.__version__, "python": platform.python_version()}
-    if "TORCHRL_EXT_SLIME" in os.environ:
-        versions["slime"] = SLIME_COMMIT
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as name:
         folder = Path(name)
         say("training a model")
@@ -71,8 +68,6 @@ def measure(
             ways = [way for way in WAYS if way.server == server and only in way.name]
             work = partial(_on_server, server, ways, checkpoints, folder, versions)
             rows += _guarded({"part": "engine", "server": server, "name": server, "ours": False}, work)
-        if "growth" in part:
-            rows += _guarded({"part": "growth"}, lambda: grow(size, repeats))
     document = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]]),
@@ -102,12 +97,22 @@ def _model(checkpoints: Checkpoints) -> dict[str, Any]:
 
 
 def _bits(checkpoints: Checkpoints, repeats: int) -> Iterator[Row]:
+    """Yield a row of each layout: bytes, bits per changed element, and seconds to find and code, beside a copy."""
     new = checkpoints.steps[-1]
     for steps in sorted({1, len(checkpoints.steps) - 1}):
         say(f"layouts, {steps} steps of AdamW")
         old = checkpoints.steps[-1 - steps]
-        for row in weigh([(name, old[name], new[name]) for name in new], repeats):
-            yield {"steps": steps, **row}
+        found = compare([(name, old[name], new[name]) for name in new], repeats)
+        spent = {way: statistics.median(taken) for way, taken in found["seconds"].items()}
+        for name in (*OTHERS, *OURS):
+            yield {
+                "name": name,
+                "steps": steps,
+                "ours": name in OURS,
+                "density": found["density"],
+                **{key: found[key][name] for key in ("bytes", "bits_per_changed")},
+                "encode_of_copy": spent[name] / spent["copy"],
+            }
 
 
 def _guarded(head: Row, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -167,7 +172,7 @@ def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
             began = time.perf_counter()
             sent = update(new)
             ended = time.perf_counter()
-            spent["total_s"].append(sent.get("total_s", ended - began))
+            spent["total_s"].append(ended - began)
             spent["pause_s"].append(max(0.0, site.longest_gap(began, ended) - usual))
             found.append(sent)
         with site.alone():
@@ -175,7 +180,6 @@ def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
     expected[:] = expected or tokens
     if tokens != expected:
         raise AssertionError(f"the engine does not serve what it was sent: {tokens[:4]}, expected {expected[:4]}")
-    peak = found[-1].get("peak_bytes", extra[0] if extra else None)
     bits = [8 * sent["bytes"] / count for sent, count in zip(found, site.checkpoints.changed(), strict=True)]
     middle = {key: statistics.median(taken) for key, taken in spent.items()}
     for key in ("bytes", "encode_s", "reported_pause_s"):
@@ -186,6 +190,6 @@ def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
         **{f"{key}_of_copy": middle[f"{key}_s"] / middle["copy_s"] for key in ("encode", "pause", "total")},
         "bits_per_changed": statistics.median(bits),
         "usual_gap_s": usual,
-        "memory_of_model": None if peak is None else peak / site.checkpoints.nbytes,
+        "memory_of_model": extra[0] / site.checkpoints.nbytes if extra else None,
         "proof": found[-1].get("proof", ""),
     }

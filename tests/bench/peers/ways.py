@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,11 +20,9 @@ from safetensors.torch import save_file
 
 import torchrl_ext as tx
 from tests.bench.peers.site import Site, Weights
-from tests.peers import slime_trainer
 
-SLIME_COMMIT = "624b824a8"
 Sent = dict[str, Any]
-"""``bytes`` and ``encode_s`` of an update; ``total_s`` where it is not that of the call."""
+"""``bytes`` and ``encode_s`` of an update."""
 Update = Callable[[Weights], Sent]
 
 
@@ -117,55 +112,6 @@ def from_tensor(site: Site) -> Iterator[Update]:
         torch.multiprocessing.set_sharing_strategy("file_descriptor")
 
 
-@contextmanager
-def slime(site: Site, encoding: str) -> Iterator[Update]:
-    """slime's own writer of deltas and its own reader, both unchanged, in a process of their own."""
-    if "TORCHRL_EXT_SLIME" not in os.environ:
-        raise LookupError("not run: TORCHRL_EXT_SLIME names no git repository of slime")
-    place = site.folder()
-    git = ["git", "-C", os.environ["TORCHRL_EXT_SLIME"]]
-    archive = subprocess.run([*git, "archive", SLIME_COMMIT, "slime"], capture_output=True, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", place], input=archive, check=True)
-    patch = f"{SLIME_COMMIT}:docker/patch/latest/sglang-pull_weights.patch"
-    shown = subprocess.run([*git, "show", patch], capture_output=True, check=True, text=True).stdout
-    added = shown.partition("+++ b/python/sglang/srt/weight_sync/local_checkpoint.py\n")[2].partition("\ndiff --git")[0]
-    reader = place / "local_checkpoint.py"
-    reader.write_text("".join(f"{line[1:]}\n" for line in added.splitlines() if line.startswith("+")))
-    args = {
-        "update_weight_disk_dir": str(place / "disk"),
-        "update_weight_local_checkpoint_dir": str(place / "local"),
-        "update_weight_delta_encoding": encoding,
-        "update_weight_delta_checksum": "xxh3-128",
-        "custom_update_weight_post_write_path": None,
-        "hf_checkpoint": str(site.checkpoints.folder),
-    }
-    told = json.dumps({"slime": str(place), "url": site.url, "args": args, "reader": str(reader)})
-    with open(place / "log", "w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, slime_trainer.__file__, told],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-
-        def update(weights: Weights) -> Sent:
-            path = place / "weights.safetensors"
-            save_file(weights, path)
-            assert process.stdin and process.stdout
-            process.stdin.write(f"{path}\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            if not line:
-                log.seek(0)
-                raise RuntimeError(log.read()[-400:])
-            return json.loads(line)
-
-        try:
-            update(site.checkpoints.start)  # its first one only takes its baseline
-            yield update
-        finally:
-            process.kill()
-            process.wait()
-
-
 OURS: dict[str, dict[str, Any]] = {
     "disk": {"transport": "disk"},  # the first of each server: its outputs are what others have to give
     "delta": {"transport": "delta", "keyframe_every": 0},
@@ -182,6 +128,4 @@ WAYS = [
     Way("native", "sglang", partial(ours, transport="native", make="sglang"), ours=True),
     Way("safetensors + update_weights_from_disk by hand", "sglang", reload_by_hand),
     Way("update_weights_from_tensor by hand", "sglang", from_tensor),
-    Way("slime, xor", "sglang", partial(slime, encoding="xor")),
-    Way("slime, overwrite", "sglang", partial(slime, encoding="overwrite")),
 ]
