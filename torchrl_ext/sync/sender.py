@@ -371,15 +371,15 @@ class WeightSender:
         Raises:
             ManifestError: names two such tensors.
         """
-        groups = [places for report in self.engine.rehearsed for places in shared_in(report)]
+        groups = [group for report in self.engine.rehearsed for group in shared_in(report)]
         if not self.engine.verifies:
             groups += tied_by_config(source.whole)
-        names = sorted({place.name for places in groups for place in places})
+        names = sorted({name for group in groups for name in group})
         if names:
             self._ranks.session.order("compare", names=names)
             tensors = dict(source.whole.pairs(names))
-            for places in groups:
-                if two := differing(places, tensors):
+            for group in groups:
+                if two := differing(group, tensors):
                     raise two_values(*two)
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:

@@ -20,7 +20,7 @@ from torchrl_ext.data.landing.patcher import Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
-from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
+from torchrl_ext.data.weights.shared import differing, refuse_digests, two_values
 from torchrl_ext.data.weights.source import (
     MappingSource,
     ModuleSource,
@@ -43,7 +43,7 @@ class WeightLoader(ABC):
     back.
     """
 
-    shared: Sequence[Sequence[Place]] = ()
+    shared: Sequence[Sequence[str]] = ()
     """Of the checked parameters, those that land in one memory of the model (`torchrl_ext.data.weights.shared`)."""
 
     @property
@@ -263,7 +263,7 @@ class TensorsLoader(WeightLoader, Patchable):
         spelled.check(params, dict(self._target.tensors()), asleep=self.asleep)
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
         self.shared = spelled.shared(meta.name for meta in params)
-        self._meet = frozenset(place.name for places in self.shared for place in places)
+        self._meet = frozenset(name for names in self.shared for name in names)
 
     def part(self, names: frozenset[str] | None) -> None:
         if names is not None:
@@ -290,8 +290,9 @@ class TensorsLoader(WeightLoader, Patchable):
         if whole:
             spelled.assemble(whole)
         self.invalidate()
-        for places in self.shared if came else ():
-            if two := differing([place for place in places if place.name in came], came):
+        for names in self.shared:
+            given = [name for name in names if name in came]
+            if two := differing(given, came) if given else None:
                 raise two_values(*two, state="the model holds a part of the update")
 
     def invalidate(self) -> None:

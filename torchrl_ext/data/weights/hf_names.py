@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, cast_hint
 from torchrl_ext.data.weights.blocks import Shard
-from torchrl_ext.data.weights.shared import Place, shared
+from torchrl_ext.data.weights.shared import shared
 from torchrl_ext.data.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
 from torchrl_ext.data.weights.view import View, Walk, has_each_once
 
@@ -412,19 +412,14 @@ class Spelling:
                 hint="register the whole model, or name a part with only=",
             )
 
-    def shared(self, names: Iterable[str]) -> tuple[tuple[Place, ...], ...]:
+    def shared(self, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         """Return which of these names land in one memory."""
-        memories: dict[Any, list[tuple[str, Tensor]]] = {}
+        found = list[tuple[Any, str]]()
         for name in names:
-            if (place := self.places.get(name)) is not None:
+            if (place := self.places.get(name)) is not None and place.numel():
                 part = is_distributed(place)  # of a tensor that is itself in each of its names
-                memory = id(self._own[self.source_of[name]]) if part else _memory(place)
-                memories.setdefault((memory, place.dtype), []).append((name, place))
-        found = []
-        for memory, own in memories.items():
-            for name, place in own if len(own) > 1 else ():
-                whole = View.whole(place.shape)
-                found.append((memory, Place(name, whole if is_distributed(place) else View.seen(place), whole)))
+                memory = id(self._own[self.source_of[name]]) if part else (_memory(place), View.seen(place))
+                found.append(((memory, place.dtype), name))
         return shared(found)
 
     def _metas(self) -> dict[str, ParamMeta]:
