@@ -4,7 +4,6 @@ which picks the source of any weights."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import starmap
 from typing import Any, final
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +35,6 @@ from torchrl_ext.data.weights.source import (
 )
 
 __all__ = ["ConvertedSource", "MappedSource", "PeftSource", "as_mapper", "as_source", "converted", "is_peft"]
-
-log = logging.getLogger("torchrl_ext")
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -153,9 +149,6 @@ def _refused(path: str, kind: str) -> ConfigError:
         expected="plain LoRA of linear, embedding and (2-d, 3-d) convolution layers, and modules_to_save",
         hint="call merge_and_unload() on a copy and send the copy, or pass your own WeightSource",
     )
-
-
-_examined: WeakSet[nn.Module] = WeakSet()  # modules whose extra state was looked for
 
 
 class MappedSource(WeightSource):
@@ -380,7 +373,6 @@ def as_source(weights: Any) -> WeightSource:
     weights = inner_model(weights)
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
         require_whole(weights)
-        _tell_of_extra_state(weights)
         return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
@@ -390,14 +382,3 @@ def as_source(weights: Any) -> WeightSource:
         f"a {type(weights).__name__} holds no weights that can be sent",
         expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
     )
-
-
-def _tell_of_extra_state(module: nn.Module) -> None:
-    """Warn once of what a module has beside its parameters and buffers, which is not sent."""
-    if module in _examined:
-        return
-    _examined.add(module)
-    inherited, parts = nn.Module.get_extra_state, module.named_modules()
-    found = [unwrapped(path) or "the model" for path, part in parts if type(part).get_extra_state is not inherited]
-    if found:
-        log.warning("get_extra_state of %s is not sent: only parameters and buffers are", ", ".join(found))
