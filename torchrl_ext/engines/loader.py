@@ -19,7 +19,6 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
-from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
@@ -609,7 +608,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             return {name: one.hex() for name, one in digests_of(start).items()}
         names, shares = self._handed or self._pieces, self._patcher.shares
         here = [meta for meta in self._params if meta.name in names and self._readable(meta.name)]
-        once = {meta.name for meta in here if shares[meta.name].units == unit_of(meta.dtype).count(meta)}
+        once = {meta.name for meta in here if shares[meta.name].units == meta.numel}
         held = self._patcher.digests_of_memory(once)
         held |= digests_of((meta.name, read(meta, self._pieces[meta.name])) for meta in here if meta.name not in once)
         return {**self._handed, **self._taken.hex(), **{name: one.hex() for name, one in held.items()}}

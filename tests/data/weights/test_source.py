@@ -106,6 +106,7 @@ def placeholder():
         (lambda: TwoTensor(torch.ones(3), torch.ones(3)), "TwoTensor.*plain tensors"),
         (nn.UninitializedParameter, "lazy parameter.*run its module"),
         (placeholder, "ZeRO-3.*GatheredParameters"),
+        (lambda: torch.ones(3, dtype=torch.complex128), "complex128.*view_as_real"),
         (lambda: torch.ones(3, device="meta"), "meta device.*load"),
     ],
 )

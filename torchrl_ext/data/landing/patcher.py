@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
 from torchrl_ext.data.deltas.bits import BITS, Kernels, Piece, Places, Range, Writes
-from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, unit_of
+from torchrl_ext.data.deltas.table import ParamTable, unit_of
 from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests
 from torchrl_ext.data.weights.view import View
@@ -164,7 +164,7 @@ class Patcher:
             self._places = table, {}
         if stream not in self._places[1]:
             names = [table.params[param].name for param in table.streams[stream].params.tolist()]
-            width = unit_bytes(table.streams[stream].dtype)
+            width = table.streams[stream].dtype.itemsize
             found = defaultdict[torch.device, list[list[Piece]]](lambda: [[] for _ in names])
             for number, name in enumerate(names):
                 for piece in self.pieces.get(name, ()):
@@ -245,8 +245,6 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """Return the pieces of each tensor of a model that stores its parameters as they are loaded."""
     found = {}
     for name, tensor in tensors.items():
-        if tensor.is_complex() and tensor.element_size() == 16:  # of two units per element
-            tensor = torch.view_as_real(tensor)
         strides = tensor.stride() if tensor.is_contiguous() else View.whole(tensor.shape).strides
         found[name] = [Piece(destination=tensor, offset=0, strides=strides)]
     return found

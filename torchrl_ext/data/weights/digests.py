@@ -177,8 +177,7 @@ def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 def position_digest(tensor: Tensor) -> PositionDigest:
     """Return the digest of a full tensor, computed on its device.
 
-    Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
-    `block_words`.
+    Elements have 1, 2, 4 or 8 bytes. The digest of a part is that of `block_words`.
     """
     return digests_of({"": tensor})[""]
 
@@ -191,9 +190,6 @@ def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Tensor:
         block: which of its elements.
         tensor: they are, of the block's shape and the parameter's dtype, on any device.
     """
-    shape, start = meta.shape, block.start
-    if meta.dtype == torch.complex128:  # of two units per element
-        tensor, shape, start = torch.view_as_real(tensor), (*shape, 2), (*start, 0)
-    strides = View.whole(shape).strides
-    offset = sum(map(mul, start, strides))
+    strides = View.whole(meta.shape).strides
+    offset = sum(map(mul, block.start, strides))
     return kernels_on(tensor.device).words([Piece(destination=tensor, offset=offset, strides=strides)])

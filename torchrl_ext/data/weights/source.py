@@ -174,7 +174,7 @@ def require_memory(name: str, tensor: Tensor) -> None:
     """
     kind = type(tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    if is_distributed(tensor) or (kind in _PLAIN and dense and tensor.numel()):
+    if is_distributed(tensor) or (kind in _PLAIN and dense and tensor.numel() and tensor.element_size() <= 8):
         return
     if nn.parameter.is_lazy(tensor):
         found, hint = "a lazy parameter, whose shape is not known yet", "run its module once"
@@ -182,6 +182,8 @@ def require_memory(name: str, tensor: Tensor) -> None:
         found, hint = f"a {kind.__name__} of {tensor.layout}, {tensor.dtype}".replace("torch.", ""), "make it dense"
     elif kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         found, hint = f"a {kind.__name__}, which makes its values of other tensors", "send plain tensors"
+    elif tensor.element_size() > 8:
+        found, hint = f"a tensor of {tensor.dtype}".replace("torch.", ""), "send view_as_real of it"
     elif getattr(tensor, "ds_numel", False) and not tensor.numel():
         found = "an empty placeholder of DeepSpeed's ZeRO-3"
         hint = "gather them (GatheredParameters) on every rank while the weights are sent"
