@@ -19,9 +19,8 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
-from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
-from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
+from torchrl_ext.data.landing.patcher import Changes, Patcher, Piece, compare, holds, read
 from torchrl_ext.data.landing.placement import Landing, Placement, record
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block

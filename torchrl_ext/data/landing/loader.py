@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.landing.patcher import Patcher, compare, identity
+from torchrl_ext.data.landing.patcher import Changes, Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
