@@ -22,9 +22,7 @@ from torchrl_ext.data.weights.shared import differing, refuse_digests, two_value
 from torchrl_ext.data.weights.source import (
     MappingSource,
     ModuleSource,
-    full,
     inner_model,
-    is_distributed,
     is_mapping,
     is_tensordict_module,
     named_tensors,
@@ -325,7 +323,7 @@ class TensorsLoader(WeightLoader, Patchable):
             if sent is None:
                 once = self._target.sent()
                 sent = frozenset(name for name, own in spelled.source_of.items() if own in once)
-            places = {name: one for name, one in spelled.places.items() if name in sent and not is_distributed(one)}
+            places = {name: one for name, one in spelled.places.items() if name in sent}
             self._patcher = Patcher(identity(places))
             self._spelling = spelled
         return self._patcher
@@ -335,9 +333,8 @@ class TensorsLoader(WeightLoader, Patchable):
         named = {name: one for name, one in spelled.places.items() if self._named is None or name in self._named}
         first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
         plain = [name for name in firsts.values() if name in patches.pieces]  # `stage` need not read them again
-        read = ((name, full(named[name])) for name in firsts.values() if name not in patches.pieces)
         found = patches.digests_of_memory(plain)
-        found |= digests_of(read)
+        found |= digests_of((name, named[name]) for name in firsts.values() if name not in patches.pieces)
         return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
@@ -355,7 +352,7 @@ class TensorsLoader(WeightLoader, Patchable):
 
 
 def _addresses(tensors: Iterable[tuple[str, Tensor]]) -> list[int]:
-    return [id(tensor) if is_distributed(tensor) else tensor.data_ptr() for _, tensor in tensors]
+    return [tensor.data_ptr() for _, tensor in tensors]
 
 
 def as_loader(target: Any) -> WeightLoader:

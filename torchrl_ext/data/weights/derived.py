@@ -69,18 +69,15 @@ class PeftSource(LiveSource):
             pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        parts, self._adapted = [*_parts("", self._module)], {}
-        tensor: Tensor
-        for path, part, layer in parts:
-            for name, tensor in part.named_parameters(path, recurse=False, remove_duplicate=False):
-                name = unwrapped(name).replace(PEFT, "")
-                if layer is not None and name.endswith("weight") and _active(layer):
+        self._adapted = {}
+        for path, part, layer in _parts("", self._module):
+            kept = {key: one for key, one in part._buffers.items() if key not in part._non_persistent_buffers_set}
+            for key, tensor in (part._parameters | kept).items():
+                name = unwrapped(f"{path}.{key}".lstrip(".")).replace(PEFT, "")
+                if layer is not None and key == "weight" and _active(layer):
                     self._adapted[name] = layer
-                yield name, tensor
-        for path, part, _ in parts:
-            for name, tensor in part.named_buffers(path, recurse=False, remove_duplicate=False):
-                if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
-                    yield unwrapped(name).replace(PEFT, ""), tensor
+                if tensor is not None:
+                    yield name, tensor
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> Tensor:
@@ -118,11 +115,10 @@ def _parts(path: str, part: Any) -> Iterator[tuple[str, nn.Module, Any]]:
         return
     if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
         raise _refused(path, type(part.base_model).__name__)
-    if isinstance(part, AuxiliaryTrainingWrapper):
+    plain = isinstance(part, (Linear, Embedding, Conv2d, Conv3d))
+    if isinstance(part, AuxiliaryTrainingWrapper) or (isinstance(part, BaseTunerLayer) and not plain):
         raise _refused(path, type(part).__name__)
-    if isinstance(part, BaseTunerLayer):
-        if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
-            raise _refused(path, type(part).__name__)
+    if plain:
         for adapter in _active(part):
             if part.lora_bias.get(adapter):
                 raise _refused(path, "LoRA with a bias")

@@ -155,9 +155,9 @@ def groups_of(
 class _Known:
     """The groups of a model, kept until other conversions are noted on it."""
 
-    def __init__(self, model: Any) -> None:
-        self.noted = _noted(model)
-        self.converts = bool(self.noted) if self.noted is not None else _has_conversions(model)
+    def __init__(self, model: Any, noted: Any) -> None:
+        self.noted = noted
+        self.converts = _has_conversions(model) if noted is None else bool(noted)
         self._model = weakref.ref(model)
         self._plans: dict[Any, tuple[SameWeights, ...]] = {}
 
@@ -203,15 +203,10 @@ _KNOWN: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def _known(model: Any) -> _Known:
-    found = _KNOWN.get(model)
-    if found is None or found.noted is not _noted(model):
-        found = _KNOWN[model] = _Known(model)
+    found, noted = _KNOWN.get(model), getattr(model, "_weight_conversions", None)  # None where nothing was loaded
+    if found is None or found.noted is not noted:
+        found = _KNOWN[model] = _Known(model, noted)
     return found
-
-
-def _noted(model: Any) -> Any:
-    """Return the conversions with which `transformers` loaded the model; None where it did not load it."""
-    return getattr(model, "_weight_conversions", None)
 
 
 def _has_conversions(model: Any) -> bool:
@@ -305,9 +300,7 @@ class Spelling:
     ) -> None:
         self._own, self._made_of = own, _what_matters(own, groups, sent)
         self._made = {name: group for group in groups if group.copied for name in group.results}
-        # a part of a shard is no view of it: sharded modules take their own names
-        apart = (group for group in groups if not group.copied)
-        groups = [group for group in apart if not any(is_distributed(own[name]) for name in group.sources)]
+        groups = [group for group in groups if not group.copied]
         sources = {name for group in groups for name in group.sources}
         results = {name for group in groups for name in group.results}
         self._checkpoint = sent is None or sent <= (own.keys() - sources) | results
@@ -323,9 +316,8 @@ class Spelling:
             self.source_of |= dict.fromkeys(places, name)
 
     def is_of(self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None) -> bool:
-        """Return whether these arguments would make the same; one with shards never is, as they may be replaced."""
-        sharded = any(map(is_distributed, own.values()))
-        return not sharded and self._made_of == _what_matters(own, groups, sent)
+        """Return whether these arguments would make the same."""
+        return self._made_of == _what_matters(own, groups, sent)
 
     def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, asleep: bool = False) -> None:
         """Refuse an update that cannot land.
@@ -342,15 +334,20 @@ class Spelling:
         self.require(meta.name for meta in params)
         for meta in params:
             own, place = known[meta.name], self.places[meta.name]
-            if place.is_meta or not (asleep or is_distributed(place) or has_each_once(place)):
+            why, hint = "", "clone() it in the engine's model"
+            if is_distributed(place):
+                why, hint = "it is sharded", "update a model whose tensors are whole"
+            elif place.is_meta:
+                why = "it is on the meta device"
+                hint = 'call model.to_empty(device="cpu"), or another device, before the engine joins'
+            elif not asleep and not has_each_once(place):
+                why = "some of its elements share memory"
+            if why:
                 raise ManifestError(
-                    f"parameter {meta.name!r} of the model cannot be written: "
-                    + ("it is on the meta device" if place.is_meta else "some of its elements share memory"),
+                    f"parameter {meta.name!r} of the model cannot be written: {why}",
                     expected="a tensor with memory for each element",
                     state="nothing was changed",
-                    hint='call model.to_empty(device="cpu"), or another device, before the engine joins'
-                    if place.is_meta
-                    else "clone() it in the engine's model",
+                    hint=hint,
                 )
             if own != meta:
                 raise ManifestError(
@@ -385,9 +382,7 @@ class Spelling:
         found = list[tuple[Any, str]]()
         for name in names:
             if (place := self.places.get(name)) is not None and place.numel():
-                part = is_distributed(place)  # of a tensor that is itself in each of its names
-                memory = id(self._own[self.source_of[name]]) if part else (_memory(place), View.seen(place))
-                found.append(((memory, place.dtype), name))
+                found.append(((_memory(place), View.seen(place), place.dtype), name))
         return shared(found)
 
     def require(self, names: Iterable[str]) -> None:
