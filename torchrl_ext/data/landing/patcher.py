@@ -202,11 +202,6 @@ class Patcher:
         self.others.add(name)
         return False
 
-    @property
-    def staged_bytes(self) -> int:
-        """The bytes of memory that staged changes hold until the commit."""
-        return sum(writes.offsets.nbytes + writes.values.nbytes for writes in self._lists)
-
     def drop(self) -> None:
         """Forget what was staged."""
         self._lists, self._sums, self._staged = [], [], None
