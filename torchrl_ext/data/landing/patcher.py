@@ -162,7 +162,7 @@ class Patcher:
         found = [one.tolist() for one in download(numbers)]  # which waits, as `commit` is on another stream
         for one, words in zip(lists, found, strict=False):
             for name, added in zip(one.names, words, strict=True):
-                staged[name] = (staged[name] if name in staged else self._held[name]).plus(added)
+                staged[name] = (staged[name] if name in staged else self._held[name]) + added
         self._lists, self._sums, self._staged = lists, found[len(lists) :], staged
         return self._held | staged
 

@@ -77,13 +77,9 @@ class PositionDigest(NamedTuple):
     first: int = 0
     second: int = 0
 
-    def __add__(self, other: PositionDigest) -> PositionDigest:  # type: ignore[override]
-        """Return the digest of the elements of both, which are disjoint."""
-        return self.plus(other)
-
-    def plus(self, delta: tuple[int, int]) -> PositionDigest:
-        """Return the digest after a change that adds ``delta``."""
-        return PositionDigest((self.first + delta[0]) % 2**64, (self.second + delta[1]) % 2**64)
+    def __add__(self, other: Sequence[int]) -> PositionDigest:  # type: ignore[override]
+        """Return the digest of the elements of both, which are disjoint; or after a change that adds these words."""
+        return PositionDigest((self.first + other[0]) % 2**64, (self.second + other[1]) % 2**64)
 
     def hex(self) -> str:
         """Return both words as 32 hex digits."""
