@@ -152,7 +152,6 @@ class CheckpointSource(WeightSource):
                 raise IntegrityError(f"{self.directory / placed} lacks {name!r}, which {_INDEX} places there")
 
     def _weight_map(self) -> dict[str, str]:
-        """Return the weight map of the index, name -> file name."""
         index = self.directory / _INDEX
         self._see(_INDEX)
         try:

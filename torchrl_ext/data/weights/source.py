@@ -332,7 +332,6 @@ class LiveSource(WeightSource):
         return sent, tied
 
     def _key(self, name: str, tensor: Tensor) -> tuple[Any, ...]:
-        """Return a key that tied tensors share."""
         return same_memory(tensor)
 
     def params(self) -> tuple[ParamMeta, ...]:
