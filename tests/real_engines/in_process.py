@@ -88,8 +88,9 @@ async def switching(start, other, wide):
     assert await is_at(mixed)
 
     norms = {f"decoder.layers.{i}.norm": torch.full((128,), 1.5) for i in (0, 1)}  # as another framework names them
-    megatron = {r"decoder\.layers\.(\d+)\.norm": r"model.layers.\1.post_attention_layernorm.weight"}
-    await engine.update_model_weights_from_state_dict(norms, mapper=megatron)
+    await engine.update_model_weights_from_state_dict(
+        norms, mapper=lambda name: name.replace("decoder", "model").replace("norm", "post_attention_layernorm.weight")
+    )
     for block in mixed.model.layers:
         block.post_attention_layernorm.weight.data.fill_(1.5)
     assert await is_at(mixed)

@@ -65,7 +65,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         transport: str | Transport = "disk",
         engine: EngineClient | str | Any | None = None,
         *,
-        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        mapper: Callable[[str], str] | None = None,
         dtype: torch.dtype | str | None = None,
         verify: bool | str = True,
         rehearse: str = "once",

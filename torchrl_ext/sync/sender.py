@@ -68,7 +68,7 @@ class WeightSender:
         transport: moves the weights.
         engine: client of one engine or of a fleet, or the address of an engine, to which rank 0 connects; None uses the
             data layer without engines.
-        mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
+        mapper: trainer name -> checkpoint name.
         dtype: cast floating-point tensors to this dtype before sending.
         verify: every engine compares its digest of each tensor with the trainer's before it serves a version. Engines
             that cannot (`EngineClient.verifies`) are skipped, and the report says so. With ``"outputs"``, every engine
@@ -114,7 +114,7 @@ class WeightSender:
         transport: Transport,
         engine: EngineClient | str | None = None,
         *,
-        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        mapper: Callable[[str], str] | None = None,
         dtype: torch.dtype | None = None,
         verify: bool | str = True,
         rehearse: str = "once",

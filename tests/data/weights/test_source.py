@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.update_source import UpdateSource
-from torchrl_ext.data.weights.derived import MappedSource, as_mapper, as_source
+from torchrl_ext.data.weights.derived import MappedSource, as_source
 from torchrl_ext.data.weights.digests import byte_view, position_digest
 from torchrl_ext.data.weights.source import MappingSource, WeightSource, checked
 
@@ -151,23 +151,10 @@ def test_names_lose_prefixes_of_compile_and_checkpoint_wrappers():
     assert names(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))) == ["0.weight", "0.bias"]
 
 
-def test_the_first_pattern_that_matches_a_whole_name_renames_it():
-    mapper = as_mapper({r"module\.layers\.(\d+)\.fc2\.(weight|bias)": r"model.\1.down.\2", "a": "1", "a.*": "2"})
-    renamed = {"module.layers.11.fc2.bias": "model.11.down.bias", "a": "1", "ab": "2", "ba": "ba"}
-    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(renamed)}
-    source = MappedSource(MappingSource(tensors), rename=mapper)
-    found = {meta.name: tensor for meta, tensor in checked(source)}
-    assert {renamed[name]: tensor.tolist() for name, tensor in tensors.items()} == {
-        name: tensor.tolist() for name, tensor in found.items()
-    }
-
-
 def test_casts_and_names_that_cannot_be_are_refused():
     source = MappingSource({"a": torch.zeros(1), "b": torch.zeros(2)})
     with pytest.raises(ManifestError, match="'a' and 'b' both"):
         MappedSource(source, rename=lambda name: "same").params()
-    with pytest.raises(ConfigError, match="regular expression"):
-        as_mapper({"(": "x"})
     with pytest.raises(ConfigError, match="cannot cast"):
         MappedSource(source, dtype=torch.int8)
 

@@ -1,11 +1,10 @@
-"""Sources over another source: under other names (by a function, a table of regular expressions, or those of its
-checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, or with PEFT's LoRA weights merged; and `as_source`,
-which picks the source of any weights."""
+"""Sources over another source: under other names (by a function, or those of its checkpoint,
+`torchrl_ext.data.weights.hf_names`), in another dtype, or with PEFT's LoRA weights merged; and `as_source`, which picks
+the source of any weights."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -34,7 +33,7 @@ from torchrl_ext.data.weights.source import (
     unwrapped,
 )
 
-__all__ = ["ConvertedSource", "MappedSource", "PeftSource", "as_mapper", "as_source", "converted", "is_peft"]
+__all__ = ["ConvertedSource", "MappedSource", "PeftSource", "as_source", "converted", "is_peft"]
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -152,12 +151,12 @@ class MappedSource(WeightSource):
 
     Args:
         source: the source.
-        rename: trainer name -> checkpoint name, or what `as_mapper` takes; None keeps the names.
+        rename: trainer name -> checkpoint name; None keeps the names.
         dtype: of the floating-point tensors, cast as they are sent (float32 master weights to a bfloat16 engine);
             integer and bool tensors stay as they are. None casts nothing.
 
     Raises:
-        ConfigError: ``dtype`` is no floating-point dtype, or a pattern is not a regular expression.
+        ConfigError: ``dtype`` is no floating-point dtype.
         ManifestError: in `params`, where two names map to one.
     """
 
@@ -165,13 +164,13 @@ class MappedSource(WeightSource):
         self,
         source: WeightSource,
         *,
-        rename: Callable[[str], str] | Mapping[str, str] | None = None,
+        rename: Callable[[str], str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"cannot cast weights to {dtype}", expected="a floating-point dtype")
         self._source, self._dtype = source, dtype
-        self._rename = str if rename is None else as_mapper(rename)
+        self._rename = str if rename is None else rename
 
     def params(self) -> tuple[ParamMeta, ...]:
         firsts, found = dict[str, str](), list[ParamMeta]()
@@ -222,29 +221,6 @@ class MappedSource(WeightSource):
     def _mapped(self, meta: ParamMeta) -> ParamMeta:
         dtype = meta.dtype if self._dtype is None or not meta.dtype.is_floating_point else self._dtype
         return ParamMeta(self._rename(meta.name), dtype, meta.shape)
-
-
-def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
-    """Return a callable as it is, and for a table one that applies the first pattern which matches a whole name.
-
-    Args:
-        mapper: a callable, or pattern -> replacement (`re.Match.expand` syntax), tried in order; other names stay.
-
-    Raises:
-        ConfigError: a pattern is not a regular expression.
-    """
-    if not isinstance(mapper, Mapping):
-        return mapper
-    try:
-        rules = [(re.compile(pattern), replacement) for pattern, replacement in mapper.items()]
-    except re.error as error:
-        raise ConfigError(f"name pattern {error.pattern!r} is not a regular expression: {error}") from None
-
-    def mapped(name: str) -> str:
-        matches = ((pattern.fullmatch(name), replacement) for pattern, replacement in rules)
-        return next((match.expand(replacement) for match, replacement in matches if match), name)
-
-    return mapped
 
 
 @final
