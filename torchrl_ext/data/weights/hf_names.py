@@ -46,9 +46,8 @@ def _unknown(name: str, known: Iterable[str]) -> ManifestError:
         f"the model has no parameter {name!r}",
         expected=f"a name that it has, such as {near[0]!r}" if near else None,
         state="nothing was changed",
-        hint="give WeightSender a mapper=, which takes each name and returns the engine's"
-        if ".parametrizations." not in f".{name}"
-        else "no name maps to a product: remove_parametrizations, or send a mapping with the products",
+        hint="give WeightSender a mapper=, which takes each name and returns the engine's; for a parametrized module, "
+        "send a mapping with the products",
     )
 
 
