@@ -178,6 +178,9 @@ class Writes(NamedTuple):
         offsets: int32 or int64, shape (k,): elements from the first one of the run's target.
         values: bits, shape (k,): what is to stand there.
         words: int64, shape (s, 2), on the device: what each run adds to the digest of its tensor.
+        sums: int64, shape (s,), on the device: what the values of each run add up to. A value ``v`` at offset ``o``
+            counts as ``((v ^ v >> 32) + 1) * (key ^ key >> 32 | 1)``, modulo 2^64, with ``key = (o + 1) * GOLDEN``. So
+            one other value always shows, as factors are odd; several cancel as words that behave as random do.
     """
 
     names: list[str]
@@ -187,6 +190,7 @@ class Writes(NamedTuple):
     offsets: Tensor
     values: Tensor
     words: Tensor
+    sums: Tensor
 
 
 class Kernels(Protocol):
@@ -208,11 +212,7 @@ class Kernels(Protocol):
         """Translate changes, and resolve steps against what memory holds now; None where none lies in any piece."""
 
     def write(self, writes: Writes) -> Tensor:
-        """Write a list, no two of whose elements are the same memory.
-
-        Returns:
-            How many elements of each run hold something else then: int64, shape (s,), on the device.
-        """
+        """Write a list, no two of whose elements are the same memory; return the ``sums`` of what stands there then."""
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         """Write ``target[offsets] = values``; offsets lie in the target and differ."""

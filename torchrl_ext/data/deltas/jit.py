@@ -36,6 +36,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "GOLDEN",
     "bit_length",
     "changed64",
     "count_ones",
@@ -126,6 +127,9 @@ def pointer(typingctx: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it keep the largest distance from each other
 
 
 @helper

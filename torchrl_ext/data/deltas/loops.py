@@ -25,6 +25,7 @@ from torchrl_ext.data.deltas.bits import (
     unsigned,
 )
 from torchrl_ext.data.deltas.jit import (
+    GOLDEN,
     changed64,
     count_ones,
     count_trailing_zeros,
@@ -47,8 +48,7 @@ _INNERMOST = 16
 _0, _1, _2, _3, _32 = (np.uint64(number) for number in (0, 1, 2, 3, 32))
 _NONE, _ONE = np.int64(0), np.int64(1)  # numba compiles a helper anew for the type of a literal
 _LOW = np.uint64(0xFFFFFFFF)
-_GOLDEN, _M1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
-_M2, _M3 = np.uint64(0x94D049BB133111EB), np.uint64(0xD6E8FEB86659FD93)
+_M1, _M2, _M3 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0xD6E8FEB86659FD93)
 _30, _27, _31, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(29)
 _ROW, _ROW_BITS, _IN_ROW, _SEED = ROW, np.uint64(ROW.bit_length() - 1), np.uint64(ROW - 1), np.uint64(SEED)
 
@@ -102,7 +102,7 @@ def _widen(short, begin, count, places):
 @helper
 def _factors(row):
     """Return what the sums of a row of words are multiplied by: two odd words, mixed as splitmix64 does."""
-    one = np.uint64(row) * _GOLDEN + _SEED
+    one = np.uint64(row) * GOLDEN + _SEED
     one = (one ^ (one >> _30)) * _M1
     one = (one ^ (one >> _27)) * _M2
     one = one ^ (one >> _31)
@@ -260,28 +260,34 @@ def digest_segments(positions, before, after, firsts, keys, words):
     _add_segments(_NONE, positions, before, after, positions.size, _NONE, firsts, keys, words)
 
 
+@helper
+def _weighed(place, bits):
+    key = (np.uint64(place) + _1) * GOLDEN
+    return ((bits ^ bits >> _32) + _1) * (key ^ key >> _32 | _1)
+
+
 @njit
-def _write(addresses, ends, offsets, values, lost):
-    """Write runs of values into several tensors, and compare what stands there then, while it lies in a cache.
+def _write(addresses, ends, offsets, values, totals):
+    """Write runs of values into several tensors, and add up what stands there then, while it lies in a cache.
 
     Whoever translated the offsets made sure that they lie within the tensors.
 
     Args:
         addresses, ends, offsets, values: as in `Writes`; values are unsigned.
-        lost: int64 shape (s,), filled with how many elements hold something else.
+        totals: int64 shape (s,), filled with the ``sums``.
     """
     at = 0
     for run in range(ends.size):
-        others = 0
+        total = np.uint64(0)
         target = carray(pointer(addresses[run]), (1,), values.dtype)
         while at < ends[run]:
             where, own = offsets[at : min(at + _LANDED, ends[run])], values[at : min(at + _LANDED, ends[run])]
             for k in range(own.size):
                 target[np.uint64(where[k])] = own[k]
             for k in range(own.size):
-                others += target[np.uint64(where[k])] != own[k]
+                total += _weighed(where[k], np.uint64(target[np.uint64(where[k])]))
             at += own.size
-        lost[run] = others
+        totals[run] = np.int64(total)
 
 
 @njit
@@ -340,14 +346,14 @@ def _land(positions, payload, firsts, pieces, addresses, lows, highs, at, dims, 
         positions, payload, firsts: as in `Range`.
         pieces: int64 shape (k + 1,): the first piece of each segment.
         addresses, lows, highs, at, dims: ``addresses``, ``offsets``, ``ends``, ``at`` and ``dims`` of `Places`.
-        here: memory can be read; else ``values`` are the payload, and ``words`` are 0.
+        here: memory can be read; else ``values`` are the payload, and ``words`` and ``sums`` are 0.
         steps, ordered: the payload is steps, and on the line of a sign-magnitude format.
         keys: as in `scan`.
         like: an array of the dtype of offsets.
 
     Returns:
-        For each piece in which something changes: its number, where its changes end, and words; for each change: its
-        position in its parameter, elements from the address, and what comes there.
+        For each piece in which something changes: its number, where its changes end, words, and sums; for each change:
+        its position in its parameter, elements from the address, and what comes there.
     """
     bounds, room, low = np.empty((pieces[-1] - pieces[0], 3), np.int64), 0, 0
     for segment in range(firsts.size - 1):
@@ -360,7 +366,7 @@ def _land(positions, payload, firsts, pieces, addresses, lows, highs, at, dims, 
             room += end - begin
         low = high
     runs, ends = np.empty(bounds.shape[0], np.int64), np.empty(bounds.shape[0], np.int64)
-    words = np.zeros((bounds.shape[0], 2), np.uint64)
+    words, sums = np.zeros((bounds.shape[0], 2), np.uint64), np.zeros(bounds.shape[0], np.uint64)
     where, offsets, values = np.empty(room, like.dtype), np.empty(room, like.dtype), np.empty(room, payload.dtype)
     top = _1 << np.uint64(8 * payload.itemsize - 1)
     mask, before, count, found = top | (top - _1), np.empty(_LANDED, payload.dtype), 0, 0
@@ -380,6 +386,8 @@ def _land(positions, payload, firsts, pieces, addresses, lows, highs, at, dims, 
                     before[i] = target[np.uint64(there[i])]
                 if steps:
                     move(before[:more], after, top, mask, ordered, after)
+                for i in range(more):
+                    sums[count] += _weighed(there[i], np.uint64(after[i]))
                 _add_change(_NONE, where[found : found + more], before, after, more, keys, words[count])
             found += more
         if found > start:
@@ -387,7 +395,7 @@ def _land(positions, payload, firsts, pieces, addresses, lows, highs, at, dims, 
             count += 1
     # the memory that waits for a pause is as long as what will be written in it
     changes = where[:found], offsets[:found].copy(), values[:found].copy()
-    return runs[:count], ends[:count], words[:count], *changes
+    return runs[:count], ends[:count], words[:count], sums[:count], *changes
 
 
 @helper
@@ -450,7 +458,7 @@ def translate(places: Places, changes: Range, *, here: bool) -> tuple[Writes, Te
     """Translate changes, as `torchrl_ext.data.deltas.bits.Kernels.land` does.
 
     Args:
-        here: memory can be read: resolve steps, and take words.
+        here: memory can be read: resolve steps, and take words and sums.
 
     Returns:
         What is to be written, on the host, and the position of each change in its parameter; None where there is none.
@@ -464,7 +472,7 @@ def translate(places: Places, changes: Range, *, here: bool) -> tuple[Writes, Te
     runs, *found = _land(positions, payload, firsts, pieces, *tables)
     if not runs.size:
         return None
-    stops, words, where, there, values = map(torch.from_numpy, found)
+    stops, words, sums, where, there, values = map(torch.from_numpy, found)
     writes = Writes(
         names=[places.names[run] for run in runs],
         targets=[places.pieces[run].memory for run in runs],
@@ -473,6 +481,7 @@ def translate(places: Places, changes: Range, *, here: bool) -> tuple[Writes, Te
         offsets=there,
         values=values.view(BITS[payload.itemsize]),
         words=words.view(torch.int64),
+        sums=sums.view(torch.int64),
     )
     return writes, where
 
@@ -488,7 +497,7 @@ def land(places: Places, changes: Range) -> Writes | None:
 
 def write(writes: Writes) -> Tensor:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
-    found, runs = torch.empty_like(writes.ends), (writes.addresses.numpy(), writes.ends.numpy())
+    found, runs = torch.empty_like(writes.sums), (writes.addresses.numpy(), writes.ends.numpy())
     _write(*runs, writes.offsets.numpy(), unsigned(writes.values), found.numpy())
     return found
 

@@ -119,7 +119,8 @@ def land(places: Places, changes: Range) -> Writes | None:
     for own, old, new in zip(*(one.split(_AT_ONCE) for one in (upload(where, device), before, values)), strict=True):
         (low, high), (more, upper) = _halves(old), _halves(new)
         terms.append(_terms(own.to(torch.int64), width, more - low, upper - high))
-    return writes._replace(offsets=offsets, values=values, words=_by_run(torch.cat(terms), ends))
+    words, sums = _by_run(torch.cat(terms), ends), _sums(ends, offsets, values)
+    return writes._replace(offsets=offsets, values=values, words=words, sums=sums)
 
 
 def scatter(target: Tensor, offsets: Tensor, values: Tensor) -> None:
@@ -133,7 +134,13 @@ def write(writes: Writes) -> Tensor:
     for target, (at, end) in zip(writes.targets, itertools.pairwise([0, *writes.ends.tolist()]), strict=True):
         scatter(target, writes.offsets[at:end], writes.values[at:end])
         found.append(target.index_select(0, writes.offsets[at:end]))
-    return _by_run((torch.cat(found) != writes.values).to(torch.int64), writes.ends)
+    return _sums(writes.ends, writes.offsets, torch.cat(found))
+
+
+def _sums(ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+    """Return ``sums`` of a list; arguments as in `Writes`."""
+    keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
+    return _by_run(((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1), ends)
 
 
 def _words_of_view(piece: Piece) -> Tensor:

@@ -100,7 +100,8 @@ class Patcher:
         self._places: tuple[ParamTable, dict[int, list[Places]]] | None = None  # by stream of the last table
         self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as they are known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
-        self._lists: list[Writes] = []  # they wait for the pause
+        self._lists: list[Writes] = []  # this and the next wait for the pause
+        self._sums: list[list[int]] = []  # of the lists
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         self._turn = 0
@@ -157,11 +158,12 @@ class Patcher:
         self._held |= held
         self.digests_of_memory(name for name in self.pieces if name not in self._held)
         lists, staged = [*_joined(self._landed(changes))], dict[str, PositionDigest]()
-        words = download([one.words for one in lists])  # which waits, as `commit` is on another stream
-        for one, own in zip(lists, words, strict=True):
-            for name, added in zip(one.names, own.tolist(), strict=True):
+        numbers = [*(one.words for one in lists), *(one.sums for one in lists)]
+        found = [one.tolist() for one in download(numbers)]  # which waits, as `commit` is on another stream
+        for one, words in zip(lists, found, strict=False):
+            for name, added in zip(one.names, words, strict=True):
                 staged[name] = (staged[name] if name in staged else self._held[name]) + added
-        self._lists, self._staged = lists, staged
+        self._lists, self._sums, self._staged = lists, found[len(lists) :], staged
         return self._held | staged
 
     def _landed(self, changes: Changes) -> Iterator[Writes]:
@@ -202,7 +204,7 @@ class Patcher:
 
     def drop(self) -> None:
         """Forget what was staged."""
-        self._lists, self._staged = [], None
+        self._lists, self._sums, self._staged = [], [], None
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -213,7 +215,7 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        lists, staged, damage = self._lists, self._staged, self._damage
+        lists, sums, staged, damage = self._lists, self._sums, self._staged, self._damage
         self.drop()
         if damage is not None:
             self.forget()
@@ -225,9 +227,11 @@ class Patcher:
         else:
             found = [*map(self._put, lists)]
         self._held.update(staged)
-        for writes, lost in zip(lists, download(found), strict=True):
-            if lost.any():
-                raise _damaged(writes.names[int(lost.argmax())], "the bits that were staged, found others")
+        for writes, stands, should in zip(lists, (one.tolist() for one in download(found)), sums, strict=True):
+            if stands != should:
+                rows = zip(writes.names, stands, should, strict=True)
+                other = next(name for name, one, two in rows if one != two)
+                raise _damaged(other, "the bits that were staged, found others")
 
     def _put(self, writes: Writes) -> Tensor:
         return self._on(writes.values.device).write(writes)
