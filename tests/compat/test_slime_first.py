@@ -8,7 +8,7 @@ import torch
 import zstandard
 from safetensors.torch import load
 
-from tests.data.deltas.data import diff, patch_of
+from tests.data.deltas.data import patch_of
 from tests.data.transports.chains import folder, published, rewrite, trainer_at
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
@@ -105,13 +105,6 @@ def test_what_the_format_cannot_carry_is_refused():
     huge = ParamMeta("huge", torch.bfloat16, (2**32,))
     with pytest.raises(ConfigError, match="huge"):
         build_flush([patch_of(huge, np.array([0]), np.zeros(1, np.uint16))], "indices", current_version="1")
-    pair = ParamMeta("z", torch.complex128, (2,))
-    with pytest.raises(ConfigError, match="z complex128"):
-        build_flush(
-            [diff(pair, torch.zeros(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex128))],
-            "deltas",
-            current_version="1",
-        )
 
 
 @pytest.mark.parametrize(

@@ -299,16 +299,15 @@ def test_a_tensor_belongs_to_the_nearest_module_that_keeps_it():
     assert [reading.key for reading in reachable(model)] == ["1.kernel.0"]
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_dummy_model_with_complex_parameter_is_rehearsed(dtype):
+def test_dummy_model_with_complex_parameter_is_rehearsed():
     def made_up(tensor):
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         numbers.uniform_(0.5, 1, generator=torch.Generator().manual_seed(1234))
 
     def complex_norm(seed):
-        return checkpoint(seed) | {"norm": torch.polar(torch.ones(8), checkpoint(seed)["norm"]).to(dtype)}
+        return checkpoint(seed) | {"norm": torch.polar(torch.ones(8), checkpoint(seed)["norm"])}
 
-    loader = EngineLoader(ProcessedModel(Model(dtype), dummy=made_up))
+    loader = EngineLoader(ProcessedModel(Model(torch.complex64), dummy=made_up))
     for parameter in loader.model.module.parameters():
         made_up(parameter)
     loader.model.close([layer for _, layer in loader.model.module.layers()])
@@ -321,7 +320,7 @@ def test_dummy_model_with_complex_parameter_is_rehearsed(dtype):
 
 @given(
     dtype=st.sampled_from(
-        [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.int8, torch.int64]
+        [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.int64]
     ),
     count=st.integers(1, 40_000),
     zero=st.booleans(),

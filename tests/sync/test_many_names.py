@@ -28,8 +28,8 @@ def test_load_messages_do_not_list_parameters_again(transport, tmp_path, monkeyp
     for count in (50, 200):
         own = {f"trainer.layers.{number}.weight": torch.full((4,), float(number)) for number in range(count)}
         served = {name.removeprefix("trainer."): torch.zeros(4) for name in own}
-        mapper = {"trainer.(.*)": r"\1"}
-        with tx.WeightSender(made(transport, tmp_path / str(count)), InProcessEngine(served), mapper=mapper) as sender:
+        given = made(transport, tmp_path / str(count)), InProcessEngine(served)
+        with tx.WeightSender(*given, mapper=lambda name: name.removeprefix("trainer.")) as sender:
             sender.update_weights(own)
     assert sizes[200, "join"] > 3 * sizes[50, "join"]
     assert sizes[200, "load"] < 1.1 * sizes[50, "load"] < 1000

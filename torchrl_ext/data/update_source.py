@@ -50,7 +50,7 @@ class UpdateSource(WeightSource):
         self,
         source: WeightSource,
         *,
-        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        mapper: Callable[[str], str] | None = None,
         dtype: torch.dtype | None = None,
         narrow: bool = True,
     ) -> None:

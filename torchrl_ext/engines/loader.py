@@ -19,16 +19,14 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
-from torchrl_ext.data.deltas.table import unit_of
-from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
-from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
+from torchrl_ext.data.landing.patcher import Changes, Patcher, Piece, compare, holds, read
 from torchrl_ext.data.landing.placement import Landing, Placement, record
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest, digests_of, position_digest
-from torchrl_ext.data.weights.shared import UNCHANGED, Place, refuse_digests, shared
+from torchrl_ext.data.weights.shared import UNCHANGED, refuse_digests, shared
 from torchrl_ext.engines.plugin import combine
 from torchrl_ext.engines.rehearsal import Rehearsal, rehearse, start_tensors
 from torchrl_ext.engines.runtime import Reading
@@ -318,8 +316,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._stand_ins = stand_ins
         return placement
 
-    def _places(self, placement: Placement) -> Iterator[tuple[Any, Place]]:
-        """Yield where tensors land as they are, each with its memory; a tied head also lands where its embedding does.
+    def _places(self, placement: Placement) -> Iterator[tuple[Any, str]]:
+        """Yield where tensors land as they are, each with its name; a tied head also lands where its embedding does.
 
         Engines differ in what they do with a tied head that comes: they pass over it, or write it over the embedding.
         """
@@ -336,7 +334,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                     if tensor is not None and (tensor.shape, tensor.stride()) == (form.shape, form.stride()):
                         memory, offset = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
                     target = landing.target._replace(offset=landing.target.offset + offset)
-                    yield (memory, landing.dtype), Place(meta.name, target, landing.source)
+                    yield (memory, landing.dtype, target, landing.source), meta.name
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer under each of its runtime names."""
@@ -488,7 +486,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         sliced = self._coming()
         direct = names & self._patcher.pieces.keys() if sliced is None else names - {*sliced.loaded}
         opening = sorted(names - direct)
-        tied = (place.name for places in self.shared for place in places if any(one.name in names for one in places))
+        tied = (name for own in self.shared for name in own if not names.isdisjoint(own))
         lacking = sorted({*self._load_together(opening), *tied} - names)
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -529,7 +527,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """Yield what the model's loader takes; slices have no digests, as the transport has checked each block."""
         sliced = self._coming()
         direct = self._direct if sliced is None else sliced.direct
-        tied = set() if self._rehearsing else {place.name for places in self.shared for place in places}
+        tied = set() if self._rehearsing else {name for own in self.shared for name in own}
         for name, tensor in pairs:
             digest = position_digest(tensor).hex() if name in tied and not self.takes_slices else ""
             if name in tied:
@@ -609,7 +607,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             return {name: one.hex() for name, one in digests_of(start).items()}
         names, shares = self._handed or self._pieces, self._patcher.shares
         here = [meta for meta in self._params if meta.name in names and self._readable(meta.name)]
-        once = {meta.name for meta in here if shares[meta.name].units == unit_of(meta.dtype).count(meta)}
+        once = {meta.name for meta in here if shares[meta.name].units == meta.numel}
         held = self._patcher.digests_of_memory(once)
         held |= digests_of((meta.name, read(meta, self._pieces[meta.name])) for meta in here if meta.name not in once)
         return {**self._handed, **self._taken.hex(), **{name: one.hex() for name, one in held.items()}}

@@ -13,7 +13,6 @@ import torch
 from torch import distributed
 
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.patcher import Share
 from torchrl_ext.data.weights.checkpoint import revised
 from torchrl_ext.data.weights.digests import PositionDigest
@@ -95,15 +94,13 @@ def combine(
         return {}
     if distributed.get_world_size(group) == 1:
         mine = (meta for meta in known if meta.name in own)
-        return {
-            meta.name: own[meta.name] for meta in mine if shares[meta.name].units == unit_of(meta.dtype).count(meta)
-        }
+        return {meta.name: own[meta.name] for meta in mine if shares[meta.name].units == meta.numel}
     rows = [_row(own[meta.name], shares[meta.name]) if meta.name in own else _UNKNOWN for meta in known]
     every = _gather(torch.tensor(rows, dtype=torch.int64), group)
     found = {}
     for meta, *held in zip(known, *(row.tolist() for row in every), strict=True):
         apart = set(map(tuple, held))  # equal shares are one share, held twice
-        if _UNKNOWN not in apart and sum(share[2] for share in apart) == unit_of(meta.dtype).count(meta):
+        if _UNKNOWN not in apart and sum(share[2] for share in apart) == meta.numel:
             words = (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in apart)
             found[meta.name] = sum(words, PositionDigest())
     return found

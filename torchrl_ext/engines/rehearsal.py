@@ -32,7 +32,7 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, units
-from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.landing.placement import Landing, keeps_values
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block

@@ -22,8 +22,8 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.base.messages import Finish, Message, read
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, TensorsLoader, WeightLoader
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.source import unwrapped
 from torchrl_ext.rl.links import dial

@@ -17,8 +17,8 @@ from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityEr
 from torchrl_ext.base.messages import NOBODY, Message, replaced
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.types import Info, ParamMeta, Part
-from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.stores.opening import admit
 from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker

@@ -68,7 +68,7 @@ class WeightSender:
         transport: moves the weights.
         engine: client of one engine or of a fleet, or the address of an engine, to which rank 0 connects; None uses the
             data layer without engines.
-        mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
+        mapper: trainer name -> checkpoint name.
         dtype: cast floating-point tensors to this dtype before sending.
         verify: every engine compares its digest of each tensor with the trainer's before it serves a version. Engines
             that cannot (`EngineClient.verifies`) are skipped, and the report says so. With ``"outputs"``, every engine
@@ -114,7 +114,7 @@ class WeightSender:
         transport: Transport,
         engine: EngineClient | str | None = None,
         *,
-        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        mapper: Callable[[str], str] | None = None,
         dtype: torch.dtype | None = None,
         verify: bool | str = True,
         rehearse: str = "once",
@@ -371,15 +371,15 @@ class WeightSender:
         Raises:
             ManifestError: names two such tensors.
         """
-        groups = [places for report in self.engine.rehearsed for places in shared_in(report)]
+        groups = [group for report in self.engine.rehearsed for group in shared_in(report)]
         if not self.engine.verifies:
             groups += tied_by_config(source.whole)
-        names = sorted({place.name for places in groups for place in places})
+        names = sorted({name for group in groups for name in group})
         if names:
             self._ranks.session.order("compare", names=names)
             tensors = dict(source.whole.pairs(names))
-            for places in groups:
-                if two := differing(places, tensors):
+            for group in groups:
+                if two := differing(group, tensors):
                     raise two_values(*two)
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:

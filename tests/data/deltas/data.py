@@ -12,7 +12,7 @@ from torchrl_ext.data.deltas.codec_loops import steps_between
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_of, units
 
-DTYPES = [*testing.DTYPES, torch.uint16, torch.complex64, torch.complex128]
+DTYPES = [*testing.DTYPES, torch.uint16, torch.complex64]
 
 
 def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

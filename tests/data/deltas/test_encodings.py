@@ -34,7 +34,7 @@ def block_of(old: np.ndarray, new: np.ndarray, start: int = 0) -> Found:
 def blocks_of(dtype: torch.dtype, *sizes: tuple[int, ...]):
     """The table of a tensor, what was found in each of its blocks, and their new units."""
     for meta, old, new in pairs(dtype, *sizes):
-        for start in range(0, unit_of(dtype).count(meta), BLOCK):
+        for start in range(0, meta.numel, BLOCK):
             before, after = (units(side)[start : start + BLOCK].copy() for side in (old, new))
             found = block_of(before, after, start)
             if found.positions.size:

@@ -94,7 +94,7 @@ def test_streams_list_each_change_once_and_copies_follow(way, model, block, stag
     for number, stream in enumerate(table.streams):
         for at, param in enumerate(stream.params):
             name, own = table.params[param].name, tuple(map(int, words[number][at]))
-            assert position_digest(old[name]).plus(own) == position_digest(new[name]), name
+            assert position_digest(old[name]) + own == position_digest(new[name]), name
 
 
 @pytest.mark.parametrize("threads", [2, 16, 64])

@@ -63,15 +63,6 @@ def test_a_model_of_several_dtypes_takes_what_the_hint_says(dtype, tmp_path):
     assert torch.equal(model.weight, trainer.weight.bfloat16()) and torch.equal(model.bias, trainer.bias)
 
 
-def test_a_parametrized_trainer_sends_products_as_the_hint_says(tmp_path):
-    trainer, model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), nn.Linear(2, 3)
-    with tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(model)) as sender:
-        with pytest.raises(UpdateError, match="send a mapping with the products"):
-            sender.update_weights(trainer)
-        sender.update_weights({"weight": trainer.weight, "bias": trainer.bias})
-    assert torch.equal(model.weight, trainer.weight)
-
-
 def test_a_loader_stays_as_it_is_and_other_things_are_refused():
     loader = TensorsLoader({})
     assert as_loader(loader) is loader

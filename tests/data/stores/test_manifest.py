@@ -27,7 +27,7 @@ from torchrl_ext.data.stores.manifest import (
     version_number,
 )
 
-KINDS = [(torch.bfloat16, (1024, 256)), (torch.float32, (7,)), (torch.complex128, (3, 1, 2)), (torch.bool, (9,))]
+KINDS = [(torch.bfloat16, (1024, 256)), (torch.float32, (7,)), (torch.complex64, (3, 1, 2)), (torch.bool, (9,))]
 
 
 def both(count=5, ranks=0, alike=False):

@@ -42,7 +42,7 @@ def model(new):
         "a": any_bits(torch.bfloat16, 30, 50),
         "b": any_bits(torch.float32, 300),
         "c": any_bits(torch.bfloat16, 7),
-        "d": any_bits(torch.complex128, 5, 4),
+        "d": any_bits(torch.complex64, 5, 4),
         "e": torch.arange(200, dtype=torch.uint8),
         "f": torch.zeros(0, 3),
         "g": torch.ones(()),

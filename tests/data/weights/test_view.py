@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
 from torchrl_ext.data.weights.gather import disjoint
 from torchrl_ext.data.weights.hf_names import shards_of_part
-from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, shared, shared_in, tied_by_config
+from torchrl_ext.data.weights.shared import differing, refuse_digests, shared, shared_in, tied_by_config
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.data.weights.view import View
 
@@ -191,63 +192,23 @@ def test_what_nobody_holds_is_named():
         disjoint(ParamMeta("w", torch.float32, (6, 4)), {Block((0, 0), (2, 4)): [0]})
 
 
-SIZE = 48
-
-
-SHAPES = st.sampled_from([(SIZE,), (6, 8), (2, 4, 6), (3, 4, 4)])
-TARGETS = SHAPES.flatmap(lambda shape: views_of(numbered(shape), boxes=True)).map(View.seen)
-"""Views of a memory of `SIZE` elements that have each of their elements once."""
-
-
-def placed(name, target):
-    return "memory", Place(name, target, View.whole(target.sizes))
-
-
-def elements(target):
-    return {*target.of(torch.arange(SIZE)).flatten().tolist()}
-
-
-@given(st.lists(TARGETS, max_size=5))
-def test_shared_memory_is_found_exactly_for_overlapping_tensors(views):
-    own = {str(index): view for index, view in enumerate(views)}
-    found = {place.name for places in shared(placed(*one) for one in own.items()) for place in places}
-    meeting = [pair for pair in itertools.combinations(own, 2) if elements(own[pair[0]]) & elements(own[pair[1]])]
-    assert found == {name for pair in meeting for name in pair}
-
-
-@given(st.lists(TARGETS, min_size=2, max_size=4), st.integers(0, 3), st.data())
-def test_differing_finds_values_that_one_memory_cannot_hold(views, moved, data):
-    memory = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
-    own = {str(index): view for index, view in enumerate(views)}
-    tensors = {name: view.of(memory).reshape(-1).clone().view(view.sizes) for name, view in own.items()}
-    one = tensors[str(moved % len(own))]
-    if data.draw(st.booleans()):
-        one.view(-1)[data.draw(st.integers(0, one.numel() - 1))] += 1
-    holding = torch.zeros(SIZE)
-    for name, view in own.items():
-        view.of(holding).copy_(tensors[name])
-    held = all(torch.equal(view.of(holding), tensors[name]) for name, view in own.items())
-    groups = shared(placed(*one) for one in own.items())
-    assert held == (not any(differing(places, tensors) for places in groups))
-
-
-def test_what_a_worker_names_reaches_the_trainer_as_it_is():
-    groups = shared([placed("a", View((2, 3), (3, 1), 1)), placed("b", View((4,), (1,)))])
-    assert shared_in(json.loads(json.dumps({"shared": groups}))) == [list(group) for group in groups] != []
-    assert shared_in({"shared": groups}) == [list(group) for group in groups]
-    assert shared_in({}) == []
+def test_shared_names_and_what_differs_among_them():
+    places = [("one", "a"), ("other", "b"), ("one", "c"), ("one", "a"), ("third", "a"), ("third", "c")]
+    ((a, c),) = groups = shared(places)
+    assert (a, c) == ("a", "c")
+    assert shared_in(json.loads(json.dumps({"shared": groups}))) == [["a", "c"]] and shared_in({}) == []
+    nan = torch.tensor([float("nan"), 0.0])
+    assert differing(groups[0], {"a": nan, "c": nan.clone()}) is None
+    assert differing(groups[0], {"a": torch.ones(2).bfloat16(), "c": torch.ones(2)}) is None
+    assert differing(groups[0], {"a": nan, "c": -nan}) == ("a", "c")
 
 
 @pytest.mark.parametrize(("digests", "refused"), [({"a": "1", "b": "1"}, False), ({"a": "1", "b": "2"}, True)])
 def test_digests_of_one_memory_have_to_be_equal(digests, refused):
-    groups = shared([placed("a", View((4,), (1,))), placed("b", View((4,), (1,))), placed("c", View((4,), (1,), 2))])
-    found = digests | {"c": "3"}  # which has other elements of it, too: its digest says nothing of theirs
-    if refused:
-        with pytest.raises(ManifestError, match="one memory for 'a' and 'b'"):
-            refuse_digests(groups, found)
-    else:
-        refuse_digests(groups, found)
-    refuse_digests(groups, {"a": digests["a"], "b": ""})
+    with pytest.raises(ManifestError, match="one memory for 'a' and 'b'") if refused else nullcontext():
+        refuse_digests([("a", "b")], digests)
+    refuse_digests([("a", "b")], {"a": digests["a"], "b": ""})
+    refuse_digests([("a", "b")], {})
 
 
 @pytest.mark.parametrize(
@@ -267,4 +228,4 @@ def test_a_config_ties_the_head_to_the_embedding_of_its_shape(config, tied):
     names = {"lm_head.weight": (6, 4), "model.embed_tokens.weight": (6, 4), "model.embed_positions.weight": (3, 4)}
     found = tied_by_config(Source({name: torch.zeros(shape) for name, shape in names.items()}))
     expected = [{"lm_head.weight", "model.embed_tokens.weight"}] if tied else []
-    assert [{place.name for place in places} for places in found] == expected
+    assert [{*names} for names in found] == expected

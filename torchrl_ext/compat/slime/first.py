@@ -91,7 +91,7 @@ def _gaps(patch: StreamPatch) -> np.ndarray:
 def _width(patch: StreamPatch, encoding: str) -> int:
     """Return the bytes per position of a parameter."""
     if encoding == "indices":
-        if unit_of(patch.meta.dtype).count(patch.meta) > 2**31:
+        if patch.meta.numel > 2**31:
             raise ConfigError(
                 f"{patch.meta} has more elements than encoding 'indices' can number", hint="use 'deltas' or 'ulp'"
             )
@@ -263,15 +263,14 @@ def _patch(
         raise _bad(where, f"the ranges of tensor {meta.name!r} leave the file")
     if width not in ((4,) if encoding == "indices" else (2, 4)) or end - begin != width * (last - first):
         raise _bad(where, f"tensor {meta.name!r} has {end - begin} bytes of positions for {last - first} values")
-    unit = unit_of(meta.dtype)
-    if last - first > unit.count(meta):
-        raise _bad(where, f"tensor {meta.name!r} has {last - first} values", f"at most {unit.count(meta)}")
+    if last - first > meta.numel:
+        raise _bad(where, f"tensor {meta.name!r} has {last - first} values", f"at most {meta.numel}")
     kind = "<i4" if encoding == "indices" else f"<u{width}"
     packed = np.frombuffer(positions[begin:end].tobytes(), kind).astype(np.int64)
     indices = packed if encoding == "indices" else np.cumsum(packed + 1) - 1
-    if indices.size and not (indices[0] >= 0 and indices[-1] < unit.count(meta) and (np.diff(indices) > 0).all()):
-        raise _bad(where, f"the indices of tensor {meta.name!r} do not increase from 0 to {unit.count(meta) - 1}")
-    indices = indices.astype(index_dtype(unit.count(meta)))
+    if indices.size and not (indices[0] >= 0 and indices[-1] < meta.numel and (np.diff(indices) > 0).all()):
+        raise _bad(where, f"the indices of tensor {meta.name!r} do not increase from 0 to {meta.numel - 1}")
+    indices = indices.astype(index_dtype(meta.numel))
     return StreamPatch.of(table, meta.name, indices, values[first:last].copy())  # of its own: the file may go
 
 

@@ -59,13 +59,11 @@ def linear_keys() -> np.ndarray:
 
 
 def flat_bits(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor in C order, 1-D, on its device; complex128 has two of 8 bytes per element.
+    """Return the bits of a tensor in C order, 1-D, on its device.
 
     Shares memory where the tensor is contiguous, and not a lazy conjugate or negative.
     """
     flat = tensor.detach().contiguous().resolve_conj().resolve_neg().reshape(-1)
-    if flat.is_complex() and flat.element_size() == 16:
-        flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(BITS[flat.element_size()])
 
 

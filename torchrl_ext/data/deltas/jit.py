@@ -7,8 +7,8 @@ cache directory, or in ``NUMBA_CACHE_DIR`` where that is set; where nothing is w
 
 numba asks only the file of the *outermost* function whether kept code is stale, and keeps what one version of itself
 compiled: another version that shares the directory throws that away. So the name that it keeps a loop under carries a
-checksum of the other files whose helpers the loop may call (directly: helpers call only their own file's and this
-one's), and one of the versions that compile it. A trainer and an engine often have different ones.
+checksum of this file, whose helpers it may call beside those of its own, and of the versions that compile it. A trainer
+and an engine often have different ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ try:
     import numba
     from llvmlite import ir
     from numba import types
-    from numba.core.dispatcher import Dispatcher
     from numba.extending import intrinsic
 except ImportError as error:
     raise ConfigError(
@@ -52,10 +51,7 @@ __all__ = [
 
 def njit(function: Callable[..., Any]) -> Any:
     """Compile ``function`` without the interpreter lock; kept on disk wherever some directory is writable."""
-    known = [value for value in function.__globals__.values() if isinstance(value, Dispatcher)]
-    files = sorted({__file__, *(value.py_func.__code__.co_filename for value in known)})
-    compiler = zlib.crc32(f"{numba.__version__} {llvmlite.__version__}".encode())
-    function.__qualname__ += "_" + "_".join(f"{crc:08x}" for crc in (*map(_checksum, files), compiler))
+    function.__qualname__ += f"_{_compilers():08x}"
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba found no writable directory
@@ -63,8 +59,8 @@ def njit(function: Callable[..., Any]) -> Any:
 
 
 @functools.cache
-def _checksum(file: str) -> int:
-    return zlib.crc32(Path(file).read_bytes())
+def _compilers() -> int:
+    return zlib.crc32(f"{numba.__version__} {llvmlite.__version__}".encode(), zlib.crc32(Path(__file__).read_bytes()))
 
 
 def helper(function: Callable[..., Any]) -> Any:

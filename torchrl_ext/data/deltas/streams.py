@@ -185,7 +185,6 @@ def _done(
 
 
 def _found(stream: Stream, live: Tensor, block: _Open) -> Found:
-    """Return what changed in a block."""
     from torchrl_ext.data.deltas.loops import digest_segments, scan
 
     segments = stream.within(block.start, block.start + block.size)

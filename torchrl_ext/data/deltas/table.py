@@ -1,6 +1,6 @@
 """The table of a model's parameters, and the streams in which deltas lay out their units.
 
-A *unit* is an element's bits as one integer; an element of 16 bytes has two units of 8. A *stream* is a sequence of
+A *unit* is an element's bits as one integer. A *stream* is a sequence of
 units of one dtype: those of its *segments*, one after the other. A segment is a parameter, in C order. So a delta of
 many small parameters is a few long sequences, which cost what their bytes cost. Codecs see every dtype as unsigned
 integers, so that any bit pattern survives.
@@ -22,14 +22,12 @@ from torchrl_ext.base.errors import ConfigError, ManifestError
 from torchrl_ext.base.types import ParamMeta, dtype_name
 from torchrl_ext.data.deltas.bits import BITS, flat_bits, unsigned
 
-__all__ = ["PARAMETERS", "ParamTable", "Stream", "Unit", "index_dtype", "unit_bytes", "unit_of", "units"]
+__all__ = ["PARAMETERS", "ParamTable", "Stream", "Unit", "index_dtype", "unit_of", "units"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A dtype as codecs see it: elements made of units, unsigned integers of 1, 2, 4 or 8 bytes.
-
-    An element of complex128 has two of them, the real part first.
+    """A dtype as codecs see it: unsigned integers of 1, 2, 4 or 8 bytes.
 
     Attributes:
         width: bytes of one unit.
@@ -57,10 +55,6 @@ class Unit:
         """All bits of a unit."""
         return np.uint64((1 << (8 * self.width)) - 1)
 
-    def count(self, meta: ParamMeta) -> int:
-        """Return the number of units in a parameter."""
-        return meta.nbytes // self.width
-
 
 _FLOATS = {
     name: Unit(width=width, ordered=True, shift=shift, select=select)
@@ -69,7 +63,6 @@ _FLOATS = {
         ("bfloat16", 2, 7, 255),
         ("float32", 4, 23, 255),
         ("float64", 8, 52, 255),
-        ("complex128", 8, 52, 255),
         ("float8_e4m3fn", 1, 3, 15),
         ("float8_e4m3fnuz", 1, 3, 15),
         ("float8_e5m2", 1, 2, 31),
@@ -83,7 +76,7 @@ def unit_of(dtype: torch.dtype) -> Unit:
     """Return the unit of a dtype.
 
     Raises:
-        ConfigError: its elements are not 1, 2, 4, 8 (or, complex, 16) plain bytes.
+        ConfigError: its elements are not 1, 2, 4 or 8 plain bytes.
     """
     name = dtype_name(dtype)
     if name in _FLOATS:
@@ -91,7 +84,7 @@ def unit_of(dtype: torch.dtype) -> Unit:
     if dtype.itemsize not in BITS or name.startswith(("qint", "quint")):
         raise ConfigError(
             f"tensors of dtype {name} cannot be coded as a delta",
-            expected="a dtype of 1, 2, 4 or 8 bytes, or complex128",
+            expected="a dtype of 1, 2, 4 or 8 bytes",
             hint="send the integer storage of a quantised tensor",
         )
     return Unit(width=dtype.itemsize)
@@ -106,11 +99,6 @@ PARAMETERS = 1 << 20
 """The most parameters that a table may have."""
 
 
-def unit_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of a unit of this dtype: those of an element, but at most 8."""
-    return min(8, dtype.itemsize)
-
-
 @final
 class Stream:
     """A sequence of units: those of its segments, one after the other.
@@ -123,8 +111,7 @@ class Stream:
 
     def __init__(self, dtype: torch.dtype, params: Sequence[int], metas: Sequence[ParamMeta]) -> None:
         self.dtype, self.params = dtype, np.array(params, np.int32)
-        scale = dtype.itemsize // unit_bytes(dtype)
-        self.first = np.array([*accumulate((scale * metas[param].numel for param in params), initial=0)], np.int64)
+        self.first = np.array([*accumulate((metas[param].numel for param in params), initial=0)], np.int64)
 
     @property
     def size(self) -> int:

@@ -248,8 +248,6 @@ def encode_sorted(unit: Unit, positions: np.ndarray, steps: np.ndarray, old: np.
     """
     from torchrl_ext.data.deltas.codec_loops import count_contexts, sort_changes
 
-    if not positions.size:
-        return b""
     context, counts = (np.uint64(unit.shift), np.uint64(unit.select)), np.zeros((256, 17), np.int64)
     count_contexts(old, positions, steps, unit.top, unit.mask, *context, counts)
     lasts = _grouped(counts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from threading import Event
 from typing import Any
 
@@ -15,18 +14,15 @@ from torch import Tensor, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, ManifestError, NotConnectedError
 from torchrl_ext.base.types import Info, ParamMeta
-from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.landing.patcher import Patcher, compare, identity
+from torchrl_ext.data.landing.patcher import Changes, Patcher, compare, identity
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import digests_of
 from torchrl_ext.data.weights.hf_names import Spelling, groups_of
-from torchrl_ext.data.weights.shared import Place, differing, refuse_digests, two_values
+from torchrl_ext.data.weights.shared import differing, refuse_digests, two_values
 from torchrl_ext.data.weights.source import (
     MappingSource,
     ModuleSource,
-    full,
     inner_model,
-    is_distributed,
     is_mapping,
     is_tensordict_module,
     named_tensors,
@@ -43,7 +39,7 @@ class WeightLoader(ABC):
     back.
     """
 
-    shared: Sequence[Sequence[Place]] = ()
+    shared: Sequence[Sequence[str]] = ()
     """Of the checked parameters, those that land in one memory of the model (`torchrl_ext.data.weights.shared`)."""
 
     @property
@@ -239,13 +235,11 @@ class TensorsLoader(WeightLoader, Patchable):
         self._target = ModuleSource(target) if is_module else MappingSource(target)
         self._own = functools.partial(named_tensors, target, scratch=True) if is_module else self._target.tensors
         self._sent: frozenset[str] | None = None
-        self._copied: frozenset[str] = frozenset()  # that are no part of one live tensor
         self._meet: frozenset[str] = frozenset()  # that share memory with others
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
         self._patcher: Patcher | None = None  # this and the next are kept from the first `stage` on
         self._spelling: Spelling | None = None
         self._live: list[int] = []  # addresses of every tensor at the last one
-        self._whole: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -261,24 +255,21 @@ class TensorsLoader(WeightLoader, Patchable):
         sent = frozenset(meta.name for meta in params)
         spelled = self._spelled(sent)
         spelled.check(params, dict(self._target.tensors()), asleep=self.asleep)
-        self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
+        self._sent, self._named = sent, None
         self.shared = spelled.shared(meta.name for meta in params)
-        self._meet = frozenset(place.name for places in self.shared for place in places)
+        self._meet = frozenset(name for names in self.shared for name in names)
 
     def part(self, names: frozenset[str] | None) -> None:
         if names is not None:
-            self._spelled().require_together(names)
+            self._spelled().require(sorted(names))
         self._named = names
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        spelled, whole, came = self._spelled(), dict[str, Tensor](), dict[str, Tensor]()
+        spelled, came = self._spelled(), dict[str, Tensor]()
         for name, tensor in pairs:
             if name in self._meet:
                 came[name] = tensor
-            if name in spelled.copied:
-                whole[name] = tensor
-                continue
             if name not in spelled.places:
                 raise ManifestError(f"the model has no parameter {name!r}")
             target = spelled.places[name]
@@ -287,18 +278,17 @@ class TensorsLoader(WeightLoader, Patchable):
                 raise ManifestError(f"parameter {name!r} arrives as {arrives.form}", expected=expected.form)
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)
-        if whole:
-            spelled.assemble(whole)
         self.invalidate()
-        for places in self.shared if came else ():
-            if two := differing([place for place in places if place.name in came], came):
+        for names in self.shared:
+            given = [name for name in names if name in came]
+            if two := differing(given, came) if given else None:
                 raise two_values(*two, state="the model holds a part of the update")
 
     def invalidate(self) -> None:
         self._patcher = self._spelling = None  # what they hold of the model's memory could not be given back
 
     def patchable(self, name: str) -> bool:
-        return name not in self._copied
+        return True
 
     def proof(self) -> str:
         return "in place"
@@ -306,9 +296,6 @@ class TensorsLoader(WeightLoader, Patchable):
     def stage(self, changes: Changes) -> None:
         refuse_digests(self.shared, changes.digests)
         found = self._patches().stage(changes)
-        copied = self._copied & changes.digests.keys()
-        self._whole = dict(changes.whole(copied)) if copied else {}
-        found |= digests_of(self._whole)
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(
@@ -320,16 +307,13 @@ class TensorsLoader(WeightLoader, Patchable):
         compare(found, changes.digests)
 
     def commit(self) -> None:
-        if self._patcher is None or self._spelling is None or _addresses(self._own()) != self._live:
+        if self._patcher is None or _addresses(self._own()) != self._live:
             raise NotConnectedError(
                 "parameters were replaced or loaded since changes were staged, or none were",
                 state="nothing was changed",
                 hint="stage the changes again, or load a full version",
             )
         self._patcher.commit()
-        if self._whole:
-            self._spelling.assemble(self._whole)
-            self._whole = {}
 
     def _patches(self) -> Patcher:
         """Return a patcher of the parameters, looked up anew since training code may have replaced them."""
@@ -339,7 +323,7 @@ class TensorsLoader(WeightLoader, Patchable):
             if sent is None:
                 once = self._target.sent()
                 sent = frozenset(name for name, own in spelled.source_of.items() if own in once)
-            places = {name: one for name, one in spelled.places.items() if name in sent and not is_distributed(one)}
+            places = {name: one for name, one in spelled.places.items() if name in sent}
             self._patcher = Patcher(identity(places))
             self._spelling = spelled
         return self._patcher
@@ -349,9 +333,8 @@ class TensorsLoader(WeightLoader, Patchable):
         named = {name: one for name, one in spelled.places.items() if self._named is None or name in self._named}
         first = {name: firsts.setdefault(same_memory(one), name) for name, one in named.items()}
         plain = [name for name in firsts.values() if name in patches.pieces]  # `stage` need not read them again
-        read = ((name, full(named[name])) for name in firsts.values() if name not in patches.pieces)
         found = patches.digests_of_memory(plain)
-        found |= digests_of(chain(read, spelled.assembled(self._named)))
+        found |= digests_of((name, named[name]) for name in firsts.values() if name not in patches.pieces)
         return {name: found[first.get(name, name)].hex() for name in (found | first)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
@@ -369,7 +352,7 @@ class TensorsLoader(WeightLoader, Patchable):
 
 
 def _addresses(tensors: Iterable[tuple[str, Tensor]]) -> list[int]:
-    return [id(tensor) if is_distributed(tensor) else tensor.data_ptr() for _, tensor in tensors]
+    return [tensor.data_ptr() for _, tensor in tensors]
 
 
 def as_loader(target: Any) -> WeightLoader:

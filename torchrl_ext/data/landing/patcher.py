@@ -9,32 +9,52 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.base.devices import download
 from torchrl_ext.base.errors import IntegrityError, NotConnectedError
+from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.bits import BITS, Kernels, Piece, Places, Range, Writes
-from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, unit_of
+from torchrl_ext.data.deltas.streams import StreamPatch
+from torchrl_ext.data.deltas.table import ParamTable, unit_of
 from torchrl_ext.data.deltas.torch_ops import kernels_on
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests
 from torchrl_ext.data.weights.view import View
 
-if TYPE_CHECKING:
-    from torchrl_ext.base.types import ParamMeta
-    from torchrl_ext.data.landing.changes import Changes
-
-__all__ = ["READ_BACK_VERSIONS", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
+__all__ = ["READ_BACK_VERSIONS", "Changes", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
 _LISTED = 1 << 18  # elements from which on a list is written alone: by one thread of the host, by a few calls elsewhere
 _THREADS = 4  # beyond these, memory is what is waited for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """The changes that lead a model from one version to another, merged so that no element occurs twice.
+
+    Attributes:
+        patches: iterates once over the changes. It takes a function that says whether a changed tensor is wanted, and
+            skips blocks without a wanted tensor; other blocks may include changes of unwanted tensors.
+        digests: digest of every tensor after the changes, 32 hex digits, by name.
+        whole: returns the named tensors as they are after the changes, for tensors that are not patchable.
+        held, reached: run id and number of the first and the last version.
+        params: every parameter of the model, in order.
+    """
+
+    patches: Callable[[Callable[[str], bool]], Iterator[StreamPatch]]
+    digests: Mapping[str, str]
+    whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
+    held: tuple[str, int] = ("", 0)
+    reached: tuple[str, int] = ("", 0)
+    params: tuple[ParamMeta, ...] = ()
 
 
 class Share(NamedTuple):
@@ -142,7 +162,7 @@ class Patcher:
         found = [one.tolist() for one in download(numbers)]  # which waits, as `commit` is on another stream
         for one, words in zip(lists, found, strict=False):
             for name, added in zip(one.names, words, strict=True):
-                staged[name] = (staged[name] if name in staged else self._held[name]).plus(added)
+                staged[name] = (staged[name] if name in staged else self._held[name]) + added
         self._lists, self._sums, self._staged = lists, found[len(lists) :], staged
         return self._held | staged
 
@@ -164,7 +184,7 @@ class Patcher:
             self._places = table, {}
         if stream not in self._places[1]:
             names = [table.params[param].name for param in table.streams[stream].params.tolist()]
-            width = unit_bytes(table.streams[stream].dtype)
+            width = table.streams[stream].dtype.itemsize
             found = defaultdict[torch.device, list[list[Piece]]](lambda: [[] for _ in names])
             for number, name in enumerate(names):
                 for piece in self.pieces.get(name, ()):
@@ -181,11 +201,6 @@ class Patcher:
             return True
         self.others.add(name)
         return False
-
-    @property
-    def staged_bytes(self) -> int:
-        """The bytes of memory that staged changes hold until the commit."""
-        return sum(writes.offsets.nbytes + writes.values.nbytes for writes in self._lists)
 
     def drop(self) -> None:
         """Forget what was staged."""
@@ -245,8 +260,6 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """Return the pieces of each tensor of a model that stores its parameters as they are loaded."""
     found = {}
     for name, tensor in tensors.items():
-        if tensor.is_complex() and tensor.element_size() == 16:  # of two units per element
-            tensor = torch.view_as_real(tensor)
         strides = tensor.stride() if tensor.is_contiguous() else View.whole(tensor.shape).strides
         found[name] = [Piece(destination=tensor, offset=0, strides=strides)]
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_ext.base.errors import ManifestError
+from torchrl_ext.base.errors import ManifestError, why
 from torchrl_ext.base.types import ParamMeta, dtype_name
 from torchrl_ext.data.deltas.bits import Piece
 from torchrl_ext.data.weights.view import View, has_each_once
@@ -125,8 +125,7 @@ def record(load: Load, params: Iterable[ParamMeta], targets: Mapping[str, Tensor
         raise
     except Exception as error:  # a loader may refuse by any exception
         raise ManifestError(
-            f"the model's loader refuses the parameters{f' at {seen[-1]}' if seen else ''}: "
-            f"{type(error).__name__}: {_brief(error)}",
+            f"the model's loader refuses the parameters{f' at {seen[-1]}' if seen else ''}: {why(error):.300}",
             state="nothing was changed",
             hint="send the names, shapes and dtypes of the checkpoint that the engine was started with",
         ) from error
@@ -208,9 +207,3 @@ def _key(tensor: Tensor) -> int:
 
 def _metas(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_meta]
-
-
-def _brief(error: Exception, limit: int = 300) -> str:
-    """Return the first sentence of an error: what follows is often a list of all that there is."""
-    text = " ".join(str(error).split()).split(". ")[0]
-    return text if len(text) <= limit else text[:limit] + "..."

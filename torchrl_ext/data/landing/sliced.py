@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError
-from torchrl_ext.base.types import ParamMeta, dtype_name
+from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.weights.view import Block, View
 
 __all__ = ["Sliced", "memory_of", "part_of"]
@@ -66,19 +66,7 @@ class Sliced(Tensor):
         Args:
             meta: name, shape and dtype.
             parts: blocks, and tensors of their shape and of the dtype, on one device.
-
-        Raises:
-            ConfigError: a part is of another shape or dtype, on another device, or out of bounds.
         """
-        every = Block.whole(meta.shape)
-        for block, data in parts:
-            fits = len(block.start) == data.dim() == len(meta.shape) and every.contains(block)
-            like = block.shape, meta.dtype, parts[0][1].device
-            if not fits or (tuple(data.shape), data.dtype, data.device) != like:
-                raise ConfigError(
-                    f"a part of {meta} is {dtype_name(data.dtype)} {list(data.shape)} on {data.device}, for {block}",
-                    expected="the block's shape, within the tensor, and one dtype and device",
-                )
         return _sliced(meta, tuple(parts), torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
 
     @staticmethod

@@ -26,7 +26,7 @@ from torchrl_ext.base.errors import ConcurrentUpdateError
 from torchrl_ext.base.reports import Spans
 from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks, numbered
-from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.source import WeightSource
 

@@ -22,7 +22,7 @@ from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, Tra
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.ranks import Steps
-from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
 from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest

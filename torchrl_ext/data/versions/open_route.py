@@ -19,7 +19,7 @@ from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
-from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, units
+from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.manifest import BLOCKS, MANIFEST, DeltaManifest, Manifest, RunVersion
 from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
@@ -396,10 +396,10 @@ def _is_wanted(manifest: DeltaManifest, number: int, wanted: Wanted | None) -> b
     stream, start = manifest.table.streams[block["stream"]], int(block["start"])
     stop = start + int(block["size"])
     for segment in stream.within(start, stop):
-        meta, scale = manifest.params[stream.params[segment]], stream.dtype.itemsize // unit_bytes(stream.dtype)
+        meta = manifest.params[stream.params[segment]]
         blocks, first = wanted(meta.name), int(stream.first[segment])
         spans = (_span(one, meta.shape) for one in blocks or ())
-        if blocks is None or any(first + scale * low < stop and start < first + scale * high for low, high in spans):
+        if blocks is None or any(first + low < stop and start < first + high for low, high in spans):
             return True
     return False
 

@@ -18,7 +18,7 @@ from torchrl_ext.base.types import Count, Info, ParamMeta, Wire
 from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.blocks import BlockEncoding
 from torchrl_ext.data.deltas.streams import find, worker_threads
-from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
+from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.versions.full import FullWriter
@@ -96,7 +96,7 @@ class FlatCopies:
                 self.bits.append(torch.empty(0))
                 self.parts.append([])
                 continue
-            nbytes = stream.size * unit_bytes(stream.dtype)
+            nbytes = stream.size * stream.dtype.itemsize
             flat = (pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)).view(stream.dtype)
             metas = [table.params[param] for param in stream.params.tolist()]
             parts = flat.split([meta.numel for meta in metas])

@@ -14,7 +14,7 @@ from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import units
-from torchrl_ext.data.landing.changes import Changes
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.manifest import DeltaManifest, RunVersion, version_name
 from torchrl_ext.data.versions.full import PublishedVersion

@@ -4,7 +4,6 @@ the weights that make a `transformers` model of them."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,16 +24,12 @@ from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "opened", "revised", "with_dtype"]
 
-log = logging.getLogger("torchrl_ext")
-
 _SINGLE = "model.safetensors"
 _INDEX = f"{_SINGLE}.index.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", re.ASCII)
 _COMPANIONS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm"}
 _NOT_COMPANIONS = ("manifest.json", ".index.json")
 _TOKENIZERS = ("tokenizer.model.", "vocab.")  # of Mistral (tokenizer.model.v3), of GPT-2 (vocab.bpe)
-_FOLDERS = ("additional_chat_templates/*.jinja", "*/*.py")  # that transformers reads, or code imports
-_warned: set[str] = set()  # directories whose folders a warning named
 
 
 def local_checkpoint(place: str | os.PathLike[str]) -> Path:
@@ -73,7 +68,7 @@ def revised(model: str, revision: str | None) -> str:
 def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the config, generation and tokenizer files of a checkpoint directory, name -> content.
 
-    Those in folders of it are left out, of which a warning tells once: a version has no folders.
+    Those in folders of it are left out: a version has no folders.
 
     Raises:
         ConfigError: there is no such directory, nor such a model in the local cache (`local_checkpoint`).
@@ -81,10 +76,6 @@ def companion_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     path = local_checkpoint(directory)
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}", expected="a model directory with its config.json")
-    left = sorted({f"{file.parent.name}/" for pattern in _FOLDERS for file in path.glob(pattern)})
-    if left and str(path) not in _warned:
-        _warned.add(str(path))
-        log.warning("folders of %s are not published beside its weights: %s", path, ", ".join(left))
     return {
         file.name: file.read_bytes()
         for file in sorted(path.iterdir())
@@ -161,7 +152,6 @@ class CheckpointSource(WeightSource):
                 raise IntegrityError(f"{self.directory / placed} lacks {name!r}, which {_INDEX} places there")
 
     def _weight_map(self) -> dict[str, str]:
-        """Return the weight map of the index, name -> file name."""
         index = self.directory / _INDEX
         self._see(_INDEX)
         try:

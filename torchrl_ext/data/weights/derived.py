@@ -1,18 +1,15 @@
-"""Sources over another source: under other names (by a function, a table of regular expressions, or those of its
-checkpoint, `torchrl_ext.data.weights.hf_names`), in another dtype, or with PEFT's LoRA weights merged; and `as_source`,
-which picks the source of any weights."""
+"""Sources over another source: under other names (by a function, or those of its checkpoint,
+`torchrl_ext.data.weights.hf_names`), in another dtype, or with PEFT's LoRA weights merged; and `as_source`, which picks
+the source of any weights."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import starmap
 from typing import Any, final
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +33,7 @@ from torchrl_ext.data.weights.source import (
     unwrapped,
 )
 
-__all__ = ["ConvertedSource", "MappedSource", "PeftSource", "as_mapper", "as_source", "converted", "is_peft"]
-
-log = logging.getLogger("torchrl_ext")
+__all__ = ["ConvertedSource", "MappedSource", "PeftSource", "as_source", "converted", "is_peft"]
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -73,18 +68,15 @@ class PeftSource(LiveSource):
             pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        parts, self._adapted = [*_parts("", self._module)], {}
-        tensor: Tensor
-        for path, part, layer in parts:
-            for name, tensor in part.named_parameters(path, recurse=False, remove_duplicate=False):
-                name = unwrapped(name).replace(PEFT, "")
-                if layer is not None and name.endswith("weight") and _active(layer):
+        self._adapted = {}
+        for path, part, layer in _parts("", self._module):
+            kept = {key: one for key, one in part._buffers.items() if key not in part._non_persistent_buffers_set}
+            for key, tensor in (part._parameters | kept).items():
+                name = unwrapped(f"{path}.{key}".lstrip(".")).replace(PEFT, "")
+                if layer is not None and key == "weight" and _active(layer):
                     self._adapted[name] = layer
-                yield name, tensor
-        for path, part, _ in parts:
-            for name, tensor in part.named_buffers(path, recurse=False, remove_duplicate=False):
-                if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
-                    yield unwrapped(name).replace(PEFT, ""), tensor
+                if tensor is not None:
+                    yield name, tensor
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> Tensor:
@@ -122,11 +114,10 @@ def _parts(path: str, part: Any) -> Iterator[tuple[str, nn.Module, Any]]:
         return
     if isinstance(part, PeftModel) and not isinstance(part.base_model, LoraModel):
         raise _refused(path, type(part.base_model).__name__)
-    if isinstance(part, AuxiliaryTrainingWrapper):
+    plain = isinstance(part, (Linear, Embedding, Conv2d, Conv3d))
+    if isinstance(part, AuxiliaryTrainingWrapper) or (isinstance(part, BaseTunerLayer) and not plain):
         raise _refused(path, type(part).__name__)
-    if isinstance(part, BaseTunerLayer):
-        if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
-            raise _refused(path, type(part).__name__)
+    if plain:
         for adapter in _active(part):
             if part.lora_bias.get(adapter):
                 raise _refused(path, "LoRA with a bias")
@@ -155,20 +146,17 @@ def _refused(path: str, kind: str) -> ConfigError:
     )
 
 
-_examined: WeakSet[nn.Module] = WeakSet()  # modules whose extra state was looked for
-
-
 class MappedSource(WeightSource):
     """Another source under other names, or in another dtype.
 
     Args:
         source: the source.
-        rename: trainer name -> checkpoint name, or what `as_mapper` takes; None keeps the names.
+        rename: trainer name -> checkpoint name; None keeps the names.
         dtype: of the floating-point tensors, cast as they are sent (float32 master weights to a bfloat16 engine);
             integer and bool tensors stay as they are. None casts nothing.
 
     Raises:
-        ConfigError: ``dtype`` is no floating-point dtype, or a pattern is not a regular expression.
+        ConfigError: ``dtype`` is no floating-point dtype.
         ManifestError: in `params`, where two names map to one.
     """
 
@@ -176,13 +164,13 @@ class MappedSource(WeightSource):
         self,
         source: WeightSource,
         *,
-        rename: Callable[[str], str] | Mapping[str, str] | None = None,
+        rename: Callable[[str], str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"cannot cast weights to {dtype}", expected="a floating-point dtype")
         self._source, self._dtype = source, dtype
-        self._rename = str if rename is None else as_mapper(rename)
+        self._rename = str if rename is None else rename
 
     def params(self) -> tuple[ParamMeta, ...]:
         firsts, found = dict[str, str](), list[ParamMeta]()
@@ -233,29 +221,6 @@ class MappedSource(WeightSource):
     def _mapped(self, meta: ParamMeta) -> ParamMeta:
         dtype = meta.dtype if self._dtype is None or not meta.dtype.is_floating_point else self._dtype
         return ParamMeta(self._rename(meta.name), dtype, meta.shape)
-
-
-def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
-    """Return a callable as it is, and for a table one that applies the first pattern which matches a whole name.
-
-    Args:
-        mapper: a callable, or pattern -> replacement (`re.Match.expand` syntax), tried in order; other names stay.
-
-    Raises:
-        ConfigError: a pattern is not a regular expression.
-    """
-    if not isinstance(mapper, Mapping):
-        return mapper
-    try:
-        rules = [(re.compile(pattern), replacement) for pattern, replacement in mapper.items()]
-    except re.error as error:
-        raise ConfigError(f"name pattern {error.pattern!r} is not a regular expression: {error}") from None
-
-    def mapped(name: str) -> str:
-        matches = ((pattern.fullmatch(name), replacement) for pattern, replacement in rules)
-        return next((match.expand(replacement) for match, replacement in matches if match), name)
-
-    return mapped
 
 
 @final
@@ -380,7 +345,6 @@ def as_source(weights: Any) -> WeightSource:
     weights = inner_model(weights)
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
         require_whole(weights)
-        _tell_of_extra_state(weights)
         return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
@@ -390,14 +354,3 @@ def as_source(weights: Any) -> WeightSource:
         f"a {type(weights).__name__} holds no weights that can be sent",
         expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
     )
-
-
-def _tell_of_extra_state(module: nn.Module) -> None:
-    """Warn once of what a module has beside its parameters and buffers, which is not sent."""
-    if module in _examined:
-        return
-    _examined.add(module)
-    inherited, parts = nn.Module.get_extra_state, module.named_modules()
-    found = [unwrapped(path) or "the model" for path, part in parts if type(part).get_extra_state is not inherited]
-    if found:
-        log.warning("get_extra_state of %s is not sent: only parameters and buffers are", ", ".join(found))

@@ -77,13 +77,9 @@ class PositionDigest(NamedTuple):
     first: int = 0
     second: int = 0
 
-    def __add__(self, other: PositionDigest) -> PositionDigest:  # type: ignore[override]
-        """Return the digest of the elements of both, which are disjoint."""
-        return self.plus(other)
-
-    def plus(self, delta: tuple[int, int]) -> PositionDigest:
-        """Return the digest after a change that adds ``delta``."""
-        return PositionDigest((self.first + delta[0]) % 2**64, (self.second + delta[1]) % 2**64)
+    def __add__(self, other: Sequence[int]) -> PositionDigest:  # type: ignore[override]
+        """Return the digest of the elements of both, which are disjoint; or after a change that adds these words."""
+        return PositionDigest((self.first + other[0]) % 2**64, (self.second + other[1]) % 2**64)
 
     def hex(self) -> str:
         """Return both words as 32 hex digits."""
@@ -177,8 +173,7 @@ def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 def position_digest(tensor: Tensor) -> PositionDigest:
     """Return the digest of a full tensor, computed on its device.
 
-    Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
-    `block_words`.
+    Elements have 1, 2, 4 or 8 bytes. The digest of a part is that of `block_words`.
     """
     return digests_of({"": tensor})[""]
 
@@ -191,9 +186,6 @@ def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Tensor:
         block: which of its elements.
         tensor: they are, of the block's shape and the parameter's dtype, on any device.
     """
-    shape, start = meta.shape, block.start
-    if meta.dtype == torch.complex128:  # of two units per element
-        tensor, shape, start = torch.view_as_real(tensor), (*shape, 2), (*start, 0)
-    strides = View.whole(shape).strides
-    offset = sum(map(mul, start, strides))
+    strides = View.whole(meta.shape).strides
+    offset = sum(map(mul, block.start, strides))
     return kernels_on(tensor.device).words([Piece(destination=tensor, offset=offset, strides=strides)])

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torchrl_ext.base.errors import ManifestError
 from torchrl_ext.base.types import ParamMeta, cast_hint
 from torchrl_ext.data.weights.blocks import Shard
-from torchrl_ext.data.weights.shared import Place, shared
-from torchrl_ext.data.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
+from torchrl_ext.data.weights.shared import shared
+from torchrl_ext.data.weights.source import is_distributed, named_tensors, same_memory, unwrapped
 from torchrl_ext.data.weights.view import View, Walk, has_each_once
 
 __all__ = ["SameWeights", "Spelling", "groups_of", "shards_of_part"]
@@ -46,9 +46,8 @@ def _unknown(name: str, known: Iterable[str]) -> ManifestError:
         f"the model has no parameter {name!r}",
         expected=f"a name that it has, such as {near[0]!r}" if near else None,
         state="nothing was changed",
-        hint="give WeightSender a mapper=, which takes each name and returns the engine's"
-        if ".parametrizations." not in f".{name}"
-        else "no name maps to a product: remove_parametrizations, or send a mapping with the products",
+        hint="give WeightSender a mapper=, which takes each name and returns the engine's; for a parametrized module, "
+        "send a mapping with the products",
     )
 
 
@@ -121,29 +120,6 @@ class SameWeights:
         ((name, view),) = self.sources.items()
         return self.parts(tensors) or self.parts({name: _with_strides(tensors[name], view.strides)})
 
-    @torch.no_grad()
-    def redo(self, live: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> None:
-        """Write the checkpoint tensors of a group that is ``copied`` into the live ones of the module, in place.
-
-        Where each element came from is found by undoing tensors that hold their own positions.
-
-        Raises:
-            ManifestError: the checkpoint tensors do not have every element of the module's exactly once.
-        """
-        device, sizes = live[next(iter(self.sources))].device, [view.numel for view in self.sources.values()]
-        numbers = torch.arange(sum(sizes), device=device).split(sizes)
-        shaped = {name: own.view(view.sizes) for own, (name, view) in zip(numbers, self.sources.items(), strict=True)}
-        came_from = torch.cat([made.reshape(-1) for made in self.undo(shaped).values()])
-        if not torch.equal(came_from.sort().values, torch.arange(sum(sizes), device=device)):
-            raise ManifestError(
-                f"{next(iter(self.results))!r} and what belongs to it cannot be turned into {', '.join(self.sources)}",
-                hint="send these under their names in the module",
-            )
-        values = torch.cat([results[name].to(device).reshape(-1) for name in self.results])
-        values = torch.empty_like(values).index_copy_(0, came_from, values)
-        for (name, view), own in zip(self.sources.items(), values.split(sizes), strict=True):
-            live[name].copy_(own.view(view.sizes))
-
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -178,9 +154,9 @@ def groups_of(
 class _Known:
     """The groups of a model, kept until other conversions are noted on it."""
 
-    def __init__(self, model: Any) -> None:
-        self.noted = _noted(model)
-        self.converts = bool(self.noted) if self.noted is not None else _has_conversions(model)
+    def __init__(self, model: Any, noted: Any) -> None:
+        self.noted = noted
+        self.converts = _has_conversions(model) if noted is None else bool(noted)
         self._model = weakref.ref(model)
         self._plans: dict[Any, tuple[SameWeights, ...]] = {}
 
@@ -195,7 +171,7 @@ class _Known:
 
     def _plan(self, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[SameWeights, ...]:
         empty = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in tensors}
-        trace = _Trace(empty)
+        trace = _Trace()
         try:
             with torch.no_grad(), trace:
                 made = self._reverted(prefix, empty)
@@ -206,7 +182,7 @@ class _Known:
                     copied=copied,
                     revert=lambda given: self._reverted(prefix, given).values(),
                 )
-                for sources, results, copied in trace.groups(made)
+                for sources, results, copied in trace.groups(empty, made)
             )
         except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:  # a quantized model, say
             log.warning(
@@ -226,15 +202,10 @@ _KNOWN: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def _known(model: Any) -> _Known:
-    found = _KNOWN.get(model)
-    if found is None or found.noted is not _noted(model):
-        found = _KNOWN[model] = _Known(model)
+    found, noted = _KNOWN.get(model), getattr(model, "_weight_conversions", None)  # None where nothing was loaded
+    if found is None or found.noted is not noted:
+        found = _KNOWN[model] = _Known(model, noted)
     return found
-
-
-def _noted(model: Any) -> Any:
-    """Return the conversions with which `transformers` loaded the model; None where it did not load it."""
-    return getattr(model, "_weight_conversions", None)
 
 
 def _has_conversions(model: Any) -> bool:
@@ -247,53 +218,46 @@ def _has_conversions(model: Any) -> bool:
 
 @final
 class _Trace(TorchFunctionMode):
-    """Records which sources each tensor is made from.
+    """Records which tensors are made from one another.
 
     ``contiguous`` does nothing meanwhile: what it would copy stays a view, and so says where it lies in its source.
     """
 
-    def __init__(self, sources: Mapping[str, Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._sources = sources
-        self._name_of = {_memory(tensor): name for name, tensor in sources.items()}
-        self._origins = {memory: frozenset((name,)) for memory, name in self._name_of.items()}
-        self._kept: list[Tensor] = []  # so that no other tensor gets the address of their memory
+        self._joined = dict[int, set[int]]()  # by memory
+        self._kept = list[Tensor]()  # so that no other tensor gets the address of their memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.contiguous:
             return args[0]
         made = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = getattr(func, "__name__", "")
-        written = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
-        new = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and _memory(leaf) not in self._origins]
-        if given and (new or written):
-            from_all = frozenset().union(*(self._origins.get(_memory(tensor), ()) for tensor in given))
-            for tensor in (*new, *written):
-                self._origins[_memory(tensor)] = from_all
-                self._kept.append(tensor)
-            for tensor in written:  # no longer what it was a view of
-                self._name_of.pop(_memory(tensor), None)
+        together = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
+        memories = {_memory(tensor) for tensor in together}
+        if not memories <= self._joined.keys() or len(memories) > 1:
+            self._kept += together
+            union = set[int]().union(*(self._joined.get(memory, {memory}) for memory in memories))
+            self._joined |= dict.fromkeys(union, union)
         return made
 
-    def groups(self, made: Mapping[str, Tensor]) -> Iterator[tuple[list[str], list[str], bool]]:
+    def groups(
+        self, sources: Mapping[str, Tensor], made: Mapping[str, Tensor]
+    ) -> Iterator[tuple[list[str], list[str], bool]]:
         """Yield sources and results that belong together, and whether a copy made these; unchanged ones are left out.
 
         Args:
-            made: the results, by name.
+            sources, made: by name.
         """
-        together: dict[str, set[str]] = {}
-        for tensor in made.values():
-            union = set().union(*(together.get(name, {name}) for name in self._origins[_memory(tensor)]))
-            together |= dict.fromkeys(union, union)
-        results: dict[int, list[str]] = {}
-        for name, tensor in made.items():
-            results.setdefault(id(together[min(self._origins[_memory(tensor)])]), []).append(name)
-        for union in {id(union): union for union in together.values()}.values():
-            sources, own = [name for name in self._sources if name in union], results[id(union)]
-            copied = any(_memory(made[name]) not in self._name_of for name in own)
-            if copied or own != sources or View.seen(made[own[0]]) != View.seen(self._sources[own[0]]):
-                yield sources, own, copied
+        together = dict[int, tuple[list[str], list[str]]]()
+        for index, tensors in enumerate((sources, made)):
+            for name, tensor in tensors.items():
+                union = self._joined.setdefault(_memory(tensor), {_memory(tensor)})
+                together.setdefault(id(union), ([], []))[index].append(name)
+        given = {_memory(tensor) for tensor in sources.values()}
+        for own, results in together.values():
+            copied = len(own) > 1 or any(_memory(made[name]) not in given for name in results)
+            if results and (copied or own != results or View.seen(made[own[0]]) != View.seen(sources[own[0]])):
+                yield own, results, copied
 
 
 def _memory(tensor: Tensor) -> int:
@@ -327,7 +291,6 @@ class Spelling:
 
     Attributes:
         places: name -> live tensor, detached, or a view of one that is a part of it.
-        copied: name -> group, for checkpoint tensors that are no part of one live tensor.
         source_of: name in ``places`` -> name of the live tensor that it is, or is a part of.
     """
 
@@ -335,27 +298,25 @@ class Spelling:
         self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None = None
     ) -> None:
         self._own, self._made_of = own, _what_matters(own, groups, sent)
-        # a part of a shard is no view of it: sharded modules take their own names
-        groups = [group for group in groups if not any(is_distributed(own[name]) for name in group.sources)]
+        self._made = {name: group for group in groups if group.copied for name in group.results}
+        groups = [group for group in groups if not group.copied]
         sources = {name for group in groups for name in group.sources}
         results = {name for group in groups for name in group.results}
         self._checkpoint = sent is None or sent <= (own.keys() - sources) | results
         if sent is not None and not self._checkpoint:
             groups = [group for group in groups if sent.isdisjoint(group.sources)]
         self._group_of = {name: group for group in groups for name in group.sources}
-        self.copied = {name: group for group in groups if group.copied for name in group.results}
         self.places: dict[str, Tensor] = {}
         self.source_of: dict[str, str] = {}
         for name, tensor in own.items():
             group, live = self._group_of.get(name), tensor.detach()
-            places = {name: live} if group is None else group.parts({name: live}) if not group.copied else {}
+            places = {name: live} if group is None else group.parts({name: live})
             self.places |= places
             self.source_of |= dict.fromkeys(places, name)
 
     def is_of(self, own: Mapping[str, Tensor], groups: Iterable[SameWeights], sent: frozenset[str] | None) -> bool:
-        """Return whether these arguments would make the same; one with shards never is, as they may be replaced."""
-        sharded = any(map(is_distributed, own.values()))
-        return not sharded and self._made_of == _what_matters(own, groups, sent)
+        """Return whether these arguments would make the same."""
+        return self._made_of == _what_matters(own, groups, sent)
 
     def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, asleep: bool = False) -> None:
         """Refuse an update that cannot land.
@@ -368,21 +329,24 @@ class Spelling:
         Raises:
             ManifestError: names a parameter that is unknown, missing, given twice, or of another shape or dtype.
         """
-        known, params = self._metas(), tuple(params)
+        known, params = {name: ParamMeta.of(name, place) for name, place in self.places.items()}, tuple(params)
+        self.require(meta.name for meta in params)
         for meta in params:
-            if meta.name not in known:
-                raise _unknown(meta.name, known)
-            own, place = known[meta.name], self.places.get(meta.name)
-            whole = place is None or asleep or is_distributed(place) or has_each_once(place)
-            if place is not None and (place.is_meta or not whole):
+            own, place = known[meta.name], self.places[meta.name]
+            why, hint = "", "clone() it in the engine's model"
+            if is_distributed(place):
+                why, hint = "it is sharded", "update a model whose tensors are whole"
+            elif place.is_meta:
+                why = "it is on the meta device"
+                hint = 'call model.to_empty(device="cpu"), or another device, before the engine joins'
+            elif not asleep and not has_each_once(place):
+                why = "some of its elements share memory"
+            if why:
                 raise ManifestError(
-                    f"parameter {meta.name!r} of the model cannot be written: "
-                    + ("it is on the meta device" if place.is_meta else "some of its elements share memory"),
+                    f"parameter {meta.name!r} of the model cannot be written: {why}",
                     expected="a tensor with memory for each element",
                     state="nothing was changed",
-                    hint='call model.to_empty(device="cpu"), or another device, before the engine joins'
-                    if place.is_meta
-                    else "clone() it in the engine's model",
+                    hint=hint,
                 )
             if own != meta:
                 raise ManifestError(
@@ -412,65 +376,30 @@ class Spelling:
                 hint="register the whole model, or name a part with only=",
             )
 
-    def shared(self, names: Iterable[str]) -> tuple[tuple[Place, ...], ...]:
+    def shared(self, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         """Return which of these names land in one memory."""
-        memories: dict[Any, list[tuple[str, Tensor]]] = {}
+        found = list[tuple[Any, str]]()
         for name in names:
-            if (place := self.places.get(name)) is not None:
-                part = is_distributed(place)  # of a tensor that is itself in each of its names
-                memory = id(self._own[self.source_of[name]]) if part else _memory(place)
-                memories.setdefault((memory, place.dtype), []).append((name, place))
-        found = []
-        for memory, own in memories.items():
-            for name, place in own if len(own) > 1 else ():
-                whole = View.whole(place.shape)
-                found.append((memory, Place(name, whole if is_distributed(place) else View.seen(place), whole)))
+            if (place := self.places.get(name)) is not None and place.numel():
+                found.append(((_memory(place), View.seen(place), place.dtype), name))
         return shared(found)
 
-    def _metas(self) -> dict[str, ParamMeta]:
-        found = {meta.name: meta for group in {*self.copied.values()} for meta in group.params(self._own)}
-        return found | {name: ParamMeta.of(name, tensor) for name, tensor in self.places.items()}
-
-    def require_together(self, names: frozenset[str]) -> None:
-        """Refuse names of which the model takes some only together with others.
+    def require(self, names: Iterable[str]) -> None:
+        """Refuse names that the model does not take.
 
         Raises:
-            ManifestError: the model takes no such name, or one without which another does not land.
+            ManifestError: names the first.
         """
-        for name in sorted(names):
-            if name not in self.places and name not in self.copied:
-                raise _unknown(name, self.places)
-            left = self.copied[name].results.keys() - names if name in self.copied else ()
-            if left:
+        for name in names:
+            if (group := self._made.get(name)) is not None and name not in self.places:
                 raise ManifestError(
-                    f"{name!r} must be loaded together with {min(left)!r}, which the update lacks",
-                    state="nothing was changed; the engine still serves its previous weights",
-                    hint="name both in only=",
+                    f"{name!r} is made of several tensors of the model, or of their elements in another order",
+                    expected=", ".join(group.sources),
+                    state="nothing was changed",
+                    hint="send module.state_dict() by a sender without a registered model",
                 )
-
-    def assembled(self, names: frozenset[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint tensors that are no part of a live one, made from what is live now.
-
-        Args:
-            names: those of which a group has to have one; None for all.
-        """
-        for group in dict.fromkeys(self.copied.values()):
-            if names is not None and names.isdisjoint(group.results):
-                continue
-            yield from group.undo({name: full(self._own[name]) for name in group.sources}).items()
-
-    @torch.no_grad()
-    def assemble(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write live tensors from the checkpoint tensors that they are made of; the inverse of `assembled`.
-
-        Raises:
-            ManifestError: some tensors of a group are missing, or cannot be turned into live ones.
-        """
-        for group in dict.fromkeys(map(self.copied.__getitem__, tensors)):
-            left = [name for name in group.results if name not in tensors]
-            if left:
-                raise ManifestError(f"{left[0]!r} is missing from the update, which has others of its group")
-            group.redo(self._own, tensors)
+            if name not in self.places:
+                raise _unknown(name, self.places)
 
 
 def _what_matters(

@@ -172,20 +172,19 @@ def require_memory(name: str, tensor: Tensor) -> None:
     Raises:
         ManifestError: names it, and says what to send in its place.
     """
-    kind, plain = type(tensor), type(tensor) in _PLAIN
-    if not plain and is_distributed(tensor):
+    kind = type(tensor)
+    dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if is_distributed(tensor) or (kind in _PLAIN and dense and tensor.numel() and tensor.element_size() <= 8):
         return
-    if not plain and nn.parameter.is_lazy(tensor):
+    if nn.parameter.is_lazy(tensor):
         found, hint = "a lazy parameter, whose shape is not known yet", "run its module once"
-    elif tensor.is_nested:
-        found, hint = "a nested tensor", "send its parts, or to_padded_tensor()"
-    elif tensor.layout is not torch.strided:
-        found, hint = f"a tensor of layout {tensor.layout}".replace("torch.", ""), "send to_dense()"
-    elif tensor.is_quantized:
-        found, hint = f"a tensor of {tensor.dtype}, whose scale is apart", "send dequantize(), or int_repr() and scales"
-    elif not plain and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    elif not dense:
+        found, hint = f"a {kind.__name__} of {tensor.layout}, {tensor.dtype}".replace("torch.", ""), "make it dense"
+    elif kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         found, hint = f"a {kind.__name__}, which makes its values of other tensors", "send plain tensors"
-    elif not tensor.numel() and getattr(tensor, "ds_numel", False):
+    elif tensor.element_size() > 8:
+        found, hint = f"a tensor of {tensor.dtype}".replace("torch.", ""), "send view_as_real of it"
+    elif getattr(tensor, "ds_numel", False) and not tensor.numel():
         found = "an empty placeholder of DeepSpeed's ZeRO-3"
         hint = "gather them (GatheredParameters) on every rank while the weights are sent"
     else:
@@ -333,7 +332,6 @@ class LiveSource(WeightSource):
         return sent, tied
 
     def _key(self, name: str, tensor: Tensor) -> tuple[Any, ...]:
-        """Return a key that tied tensors share."""
         return same_memory(tensor)
 
     def params(self) -> tuple[ParamMeta, ...]:
@@ -399,26 +397,12 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     """Yield the tensors of nested mappings; keys join with ``.``.
 
     Raises:
-        ManifestError: a leaf is not a tensor, is a flat piece of FSDP1's, or stacks tensors of different shapes.
+        ManifestError: a leaf is not a tensor.
     """
     for key in weights.keys():  # noqa: SIM118 - iteration over a TensorDict is over its rows
         name = prefix + (key if type(key) is str else ".".join(key) if isinstance(key, tuple) else str(key))
-        try:
-            value = weights[key]
-        except RuntimeError as error:
-            raise ManifestError(
-                f"{name!r} is no tensor, but several in a lazy stack: {error}",
-                expected="tensors of one shape",
-                state="nothing was sent",
-                hint="send the TensorDicts of the stack under names of their own",
-            ) from error
+        value = weights[key]
         if isinstance(value, Tensor):
-            if "_fsdp_wrapped_module" in name or name == "_flat_param" or name.endswith("._flat_param"):
-                raise ManifestError(
-                    f"{name!r} is a flat piece of a parameter, as FullyShardedDataParallel (FSDP1) stores it",
-                    expected="whole tensors, or DTensors",
-                    hint="shard with FSDP2 (fully_shard), or gather FSDP1's full state dict on every rank",
-                )
             yield name, value
         elif is_mapping(value):
             yield from flatten(value, name + ".")

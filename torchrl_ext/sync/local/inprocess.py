@@ -106,13 +106,13 @@ class InProcessEngine(Engine):
         return await self._beside(lambda: self._switch(CheckpointSource(model_weights_path)))
 
     async def update_model_weights_from_state_dict(
-        self, state_dict: Mapping[str, Tensor], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
+        self, state_dict: Mapping[str, Tensor], *, mapper: Callable[[str], str] | None = None
     ) -> SyncReport:
         """Serve these tensors, leave all other parameters unchanged, and return the `SyncReport`.
 
         Args:
             state_dict: tensors by name, full shapes, on any device.
-            mapper: name in ``state_dict`` -> checkpoint name; a callable or a table of regular expressions.
+            mapper: name in ``state_dict`` -> checkpoint name.
 
         Raises:
             ManifestError: no parameter has a tensor's name and shape, or a tensor has no data.
@@ -147,9 +147,7 @@ class InProcessEngine(Engine):
             self._good = self._object.start_weights()
         return self._good
 
-    def _merge(
-        self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | Mapping[str, str] | None = None
-    ) -> SyncReport:
+    def _merge(self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | None = None) -> SyncReport:
         """Serve these tensors, cast to the current dtypes, and the current values of all other parameters."""
         given, good = UpdateSource(as_source(tensors), mapper=mapper), self._held()
         if good is None:
