@@ -123,7 +123,7 @@ class RemoteInferenceClient:
         return run(call)
 
     def close(self) -> None:
-        """Close the connections; pending requests fail. May be called twice; a later call connects again."""
+        """End pending requests with an error; later ones work."""
         self._requests.close()
         self._text.close()
 

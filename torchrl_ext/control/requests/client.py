@@ -35,7 +35,7 @@ log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
-_MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
+_MAX_BODY_BYTES = 256 << 20
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -103,7 +103,7 @@ class InferenceClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: set[Future[Any]] = set()  # until they end, or `close` takes and cancels them
         self._warned = float("-inf")
-        how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
+        how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
 
     @classmethod
@@ -221,11 +221,9 @@ class InferenceClient:
         return await self._until_closed(asked)
 
     def close(self) -> None:
-        """Close the connections; pending requests fail with an EngineError. A later request connects again."""
+        """End pending requests with an EngineError; later ones work."""
         while self._calls:
             self._calls.pop().cancel()
-        for session in self._sessions.values():
-            session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -272,7 +270,7 @@ class InferenceClient:
             raise EngineError(
                 f"{', '.join(self._targets)}: the client was closed before its requests had their answers",
                 state="the requests are cancelled",
-                hint="close a client after its last request; a later call opens it again",
+                hint="close a client after its last request",
             ) from None
         finally:
             self._calls.discard(begun)
