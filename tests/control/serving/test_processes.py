@@ -7,7 +7,6 @@ import tempfile
 import textwrap
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import psutil
@@ -72,28 +71,6 @@ def test_server_stop_ends_children_and_removes_unnamed_log():
     assert not server.alive() and gone(server.pid)
     assert gone(child)  # although it ignores SIGTERM
     assert server.log() == server.errors() == "" and not server.log_path.parent.exists()
-
-
-MAPPING = """
-import mmap, os, sys
-for name in {names}:
-    with open(name, "w+b") as file:
-        file.truncate(4096)
-        globals()[name] = mmap.mmap(file.fileno(), 4096)
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
-def test_only_shared_memory_of_the_ended_server_is_removed(tmp_path):
-    stem = f"/dev/shm/left_behind_{os.getpid()}"
-    mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
-    try:
-        with started(MAPPING.format(names=[str(mine), str(other)]) + SERVER, shared_memory=(mine.name,)):
-            assert mine.exists() and other.exists()
-        assert other.exists() and not mine.exists()
-    finally:
-        mine.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
 
 
 def test_server_that_ends_while_starting_shows_its_log(tmp_path):

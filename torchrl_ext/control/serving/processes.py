@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,9 +48,7 @@ log = logging.getLogger("torchrl_ext")
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S, _ANSWER_S = 0.1, 5.0
 _GRACE_S = 15.0
-_LOWEST_PORT, _PORT_TRIES = 16384, 64
-_given: set[int] = set()
-_giving = threading.Lock()
+_PORTS, _PORT_TRIES = range(16384, 32768), 64  # below the range of which Linux itself gives ports, ip(7)
 _LOG_CHARS, _LOG_BYTES = 4000, 64 << 20
 _ERRORS = 3
 _ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
@@ -71,8 +68,6 @@ class GuardedProcess:
         environ: variables added to this process's own.
         log_path: file to which the output is appended; None uses a temporary file that `stop` removes.
         start_timeout_s: deadline of the start, in seconds; see `wait_until_healthy`.
-        shared_memory: name prefixes of files in /dev/shm that the program creates and may leave behind; `stop` removes
-            those that the program has mapped.
         plugin: whether the program is an interpreter that has to find our package and its entry points.
         private: arguments that are not put on the command line, which everybody on the machine can read, but into a
             YAML file of this user alone, which the program gets as ``--config``.
@@ -96,11 +91,10 @@ class GuardedProcess:
         environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         start_timeout_s: float = 300.0,
-        shared_memory: tuple[str, ...] = (),
         plugin: bool = False,
         private: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.url, self._health, self._shared_memory = name, url, health, shared_memory
+        self.name, self.url, self._health = name, url, health
         self._within, self._http = Deadline(start_timeout_s), HTTPSession(url, timeout_s=_ANSWER_S)
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{name}-"))
         self.log_path, self._kept = Path(log_path or self._folder / "log"), log_path is not None
@@ -175,10 +169,7 @@ class GuardedProcess:
 
     def stop(self) -> None:
         """End the program and everything that it started, and wait. May be called twice."""
-        left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
         self._end(self._guard)
-        for path in left:
-            path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -236,36 +227,15 @@ def stop_all(servers: Iterable[GuardedProcess]) -> None:
         end.result()
 
 
-def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
-    """Return files in /dev/shm with these prefixes that a process or a descendant has mapped; none without /proc."""
-    found = set()
-    for process in (pid, *descendants(pid)):
-        with contextlib.suppress(OSError):  # it has ended
-            paths = (line.split(maxsplit=5)[5:] for line in Path(f"/proc/{process}/maps").read_text().splitlines())
-            found |= {Path(path[0]) for path in paths if path and path[0].startswith("/dev/shm/")}
-    return {path for path in found if path.name.startswith(prefixes)}
-
-
 def free_port() -> int:
-    """Return a free port of 127.0.0.1 that this function has not returned before.
-
-    The port is below the system's ephemeral range if possible: a server may take a minute to listen, and meanwhile the
-    system could give a port of that range to another process.
+    """Return a free port of 127.0.0.1, one that the system gives to nobody before the server listens on it.
 
     Raises:
         EngineError: no port is free.
     """
-    lowest = _LOWEST_PORT
-    with contextlib.suppress(OSError, ValueError, IndexError):  # ip(7)
-        lowest = max(lowest, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
-    with _giving:
-        below = list(set(range(_LOWEST_PORT, lowest)) - _given)
-        for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), *[0] * _PORT_TRIES]:
-            with contextlib.suppress(OSError):
-                found = _bound(port, "127.0.0.1")
-                if found not in _given:
-                    _given.add(found)
-                    return found
+    for port in [*random.SystemRandom().sample(_PORTS, _PORT_TRIES), 0]:
+        with contextlib.suppress(OSError):
+            return _bound(port, "127.0.0.1")
     raise EngineError("there is no free port on 127.0.0.1")
 
 
