@@ -79,8 +79,8 @@ def spec_of(kind, checkpoint=".", **settings):
 def with_routers():
     """Let routers of this process that name no interpreter run in the environments of the command line."""
 
-    def started(*given, kind="vllm", make=None, **settings):
-        return RouterProcess(*given, kind=kind, make=make, **{**settings_for_router(make or kind), **settings})
+    def started(*given, kind="vllm", **settings):
+        return RouterProcess(*given, kind=kind, **{**settings_for_router(kind), **settings})
 
     routing.RouterProcess = started
 

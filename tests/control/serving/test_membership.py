@@ -153,11 +153,10 @@ SGLANGS = "sglang_router.launch_router --policy=manual --disable-retries"
         ("embedded", {}, f"{VLLMS} --health-check-endpoint=/health"),
         ("sglang", {}, f"{SGLANGS} --health-check-endpoint=/ping"),
         ("sglang", {"api_key": "secret"}, SGLANGS),
-        ("sglang", {"make": "vllm"}, f"{VLLMS} --health-check-endpoint=/ping"),
-        ("vllm", {"make": "sglang", "policy": "random"}, "sglang_router.launch_router --policy=random"),
+        ("vllm", {"policy": "random"}, "vllm_router.launch_router --policy=random"),
     ],
 )
-def test_engines_get_the_router_of_their_kind_or_the_named_one(urls, routers, kind, settings, own):
+def test_engines_get_the_router_of_their_kind(urls, routers, kind, settings, own):
     with Routing([EngineInfo(url=urls[0], kind=kind)], **settings):
         command = routers.specs[0].command(1)
     assert set(own.split()) <= set(command) and command[-2:] == ["--worker-urls", urls[0]]
@@ -187,7 +186,6 @@ def test_pools_are_told_the_port_where_they_meet(urls, routers, kind, flag, port
 def test_unroutable_engines_and_settings_are_refused_early(urls, routers):
     vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
     for engines, more, words in (
-        ([sglang], {"make": "nginx"}, "'nginx'"),
         ([vllm, sglang], {}, r"sglang, vllm need different .*InferenceClient\.connect"),
         ([vllm], {"router": "http://127.0.0.1:1", "policy": "random"}, "policy applies to routers that the job starts"),
     ):

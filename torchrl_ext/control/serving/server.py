@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,20 +23,7 @@ from torchrl_ext.control.serving.processes import (
     wait_until_healthy,
 )
 
-__all__ = [
-    "CPU_PLUGIN",
-    "EngineSpec",
-    "RouterProcess",
-    "RouterSpec",
-    "ServerSpec",
-    "as_flags",
-    "check_pools",
-    "launch",
-    "start",
-]
-
-CPU_PLUGIN = "torchrl_ext_cpu"
-"""The plugin that environments of `torchrl_ext.cli.environments` have; engines pass over one that they lack."""
+__all__ = ["EngineSpec", "RouterProcess", "RouterSpec", "ServerSpec", "as_flags", "check_pools", "launch", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +35,6 @@ class ServerSpec(ABC):
         module: import name of the server's program.
         installed: how to get the server, the hint of the error if it is missing.
         health: route that answers 200 when the server is ready.
-        shared_memory: see `GuardedProcess`.
         host: address to listen on.
         port: 0 picks a free port.
         environ: variables such as ``CUDA_VISIBLE_DEVICES``; they override `variables` and this process's own.
@@ -63,7 +49,6 @@ class ServerSpec(ABC):
     module: ClassVar[str]
     installed: ClassVar[str] = "name an interpreter that has it: python=..."
     health: ClassVar[str] = "/health"
-    shared_memory: ClassVar[tuple[str, ...]] = ()
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -110,19 +95,16 @@ class EngineSpec(ServerSpec):
 
     Attributes:
         probe: route that a router checks if the engine has no key; it answers 200 while the engine is paused.
-        key_variable: environment variable that sets the engine's key; None if the key is an argument.
-        negates: whether ``--no-x`` makes the setting ``x`` false.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: maximum tokens of a sequence, prompt included; None uses the model's limit.
         tensor_parallel_size: workers that share the model.
         cpu: whether the server computes on the CPU; None does so if this process sees no GPU.
         sleep_mode: let the server release device memory; no effect on a CPU.
+        api_key: the key that the server requires; never on a command line, which everybody can read.
     """
 
     probe: ClassVar[str] = "/health"
-    key_variable: ClassVar[str | None] = None
-    negates: ClassVar[bool] = False
 
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"
@@ -130,6 +112,7 @@ class EngineSpec(ServerSpec):
     tensor_parallel_size: int = 1
     cpu: bool | None = None
     sleep_mode: bool = False
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -149,7 +132,7 @@ class EngineSpec(ServerSpec):
     def of(cls, model_dir: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
         """Return the spec with these settings; those that are no fields become arguments of the server.
 
-        ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, and None gives nothing.
+        ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, False ``--no-x``, and None nothing.
 
         Raises:
             ConfigError: this kind of engine cannot be given a setting.
@@ -163,24 +146,9 @@ class EngineSpec(ServerSpec):
                 expected=f"some of {', '.join(known)}",
             )
         if others:
-            words = [word for name, value in others.items() for word in cls._argument(name, value)]
+            words = [word for name, value in others.items() for word in _argument(name.replace("_", "-"), value)]
             found["extra_args"] = (*found.get("extra_args", ()), *words)
         return cls(model_dir, **found)
-
-    @classmethod
-    def _argument(cls, name: str, value: Any) -> list[str]:
-        """Return the words of one argument."""
-        flag = name.replace("_", "-")
-        if value is False and not cls.negates:
-            raise ConfigError(
-                f"an engine of kind {cls.name!r} has no argument that makes {name} false",
-                expected="true, or another value",
-                hint="leave it out, so that the engine's own default applies",
-            )
-        if isinstance(value, bool):
-            return [f"--{flag}" if value else f"--no-{flag}"]
-        words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
-        return [] if value is None else [f"--{flag}", *map(str, words)]
 
     def check(self) -> None:
         if not self.model.is_dir():
@@ -197,10 +165,12 @@ class EngineSpec(ServerSpec):
         """Whether the server computes on the CPU."""
         return not accelerator() if self.cpu is None else self.cpu
 
-    def allow_list(self, others: Iterable[str]) -> str:
-        """Return an allow-list of plugins: ``others``, ours, and that of our CPU environments if this is a CPU."""
-        ours = ("torchrl_ext", CPU_PLUGIN) if self.on_cpu else ("torchrl_ext",)
-        return ",".join(dict.fromkeys([*filter(None, map(str.strip, others)), *ours]))
+
+def _argument(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [] if value is None else [f"--{flag}", *map(str, words)]
 
 
 def launch(spec: ServerSpec) -> GuardedProcess:
@@ -220,7 +190,6 @@ def launch(spec: ServerSpec) -> GuardedProcess:
         health=spec.health,
         log_path=spec.log_path,
         start_timeout_s=spec.start_timeout_s,
-        shared_memory=spec.shared_memory,
         plugin=spec.plugin,
         private=spec.private(),
     )
@@ -324,19 +293,15 @@ class RouterSpec(ServerSpec):
         return command + (["--worker-urls", *self.workers] if self.workers else [])
 
 
-def RouterProcess(
-    workers: Sequence[str] = (), *, kind: str = "vllm", make: str | None = None, **settings: Any
-) -> GuardedProcess:
-    """Start a router and wait until it is healthy; raises as `start`.
+def RouterProcess(workers: Sequence[str] = (), *, kind: str = "vllm", **settings: Any) -> GuardedProcess:
+    """Start the router of a make of engines and wait until it is healthy; raises as `start`.
 
     A session's requests stay on one engine: vLLM's router identifies the session by ``X-Session-ID``, SGLang's by
-    ``X-SMG-Routing-Key``; our clients send both. With ``make="vllm"``, SGLang requests lose their seeds and minimum
-    lengths, because vLLM's router drops these fields, and SGLang pools do not work.
+    ``X-SMG-Routing-Key``; our clients send both.
 
     Args:
         workers: base addresses of regular engines.
         kind: kind of the engines, as in `EngineInfo`.
-        make: the vendor whose router is started; None uses ``kind``.
         settings: further fields of `RouterSpec`.
     """
-    return start(engines.part(make or kind, "router")(workers, **settings))
+    return start(engines.part(kind, "router")(workers, **settings))

@@ -81,9 +81,7 @@ class EnginePlan:
     gpus: tuple[int, ...]
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    def spec(
-        self, settings: Mapping[str, Any], *, api_key: str | None = None, log_folder: str | Path | None = None
-    ) -> EngineSpec:
+    def spec(self, settings: Mapping[str, Any], *, log_folder: str | Path | None = None) -> EngineSpec:
         """Return what the engine is started with on this machine; the arguments are as for `OwnedEngines`.
 
         Raises:
@@ -92,12 +90,7 @@ class EnginePlan:
         make: type[EngineSpec] = engines.part(self.kind, "server")
         try:
             wanted: dict[str, Any] = {**settings, **make.role(self.worker_type), **self.overrides}
-            environ = _pinned(self)
-            if api_key is not None and make.key_variable is not None:
-                environ[make.key_variable] = api_key
-            elif api_key is not None:
-                wanted.setdefault("api_key", api_key)
-            wanted["environ"] = {**environ, **wanted.get("environ", {})}
+            wanted["environ"] = {**_pinned(self), **wanted.get("environ", {})}
             if log_folder is not None:
                 wanted.setdefault("log_path", Path(log_folder) / f"{self.name.replace('/', '-')}.log")
             if "tensor_parallel_size" in make.settings():
@@ -285,7 +278,7 @@ def OwnedEngines(
         api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
             Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
         log_folder: directory for one log file per engine; None uses temporary files.
-        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require another key; or
+        router: settings of each `RouterProcess`, such as ``policy``, and ``api_key`` if engines require another key; or
             ``{"router": address}`` of a running router, for a single model.
         settings: of every engine, such as ``dtype`` or ``python``; a plan's overrides take precedence.
 
@@ -302,7 +295,7 @@ def OwnedEngines(
             hint="leave it out",
         )
     plans = [plan for model in models for plan in model.engines]
-    specs = {plan.name: plan.spec(settings, api_key=api_key, log_folder=log_folder) for plan in plans}
+    specs = {plan.name: plan.spec({"api_key": api_key, **settings}, log_folder=log_folder) for plan in plans}
     if log_folder is not None:
         Path(log_folder).mkdir(parents=True, exist_ok=True)
     serving = Serving()
