@@ -174,7 +174,7 @@ class ServedSGLang(Served):
         return self.http.call("GET", "/ready").status == 503
 
     def running(self):
-        return sum(row["running"] for row in tx.make_engine("sglang", url=self.url).port.loads())
+        return sum(row["num_running_reqs"] for row in self.http.get("/v1/loads")["loads"])
 
 
 def by_route(served, path, expected=200, **body):

@@ -191,10 +191,7 @@ def _routes(engine: Examined) -> Iterator[Finding]:
 def _plugin(engine: Examined) -> Iterator[Finding]:
     info, wanted = engine.info, engine.trainer.transport
     names, remedy = ", ".join(info.transports), _PLUGIN.get(info.kind, "use another transport")
-    if engine.facts.is_guest:
-        found = "maps a daemon's weights (--load-format ipc_cache), so an update would also change other engines"
-        yield failure("plugin", found, "an engine with weights of its own", "start it with another --load-format")
-    elif not names:
+    if not names:
         yield failure("plugin", "follows by no transport", "our plugin, or weights from files", remedy)
     elif wanted is not None and wanted not in info.transports:
         yield failure("plugin", f"follows by {names}", f"transport {wanted!r}", remedy)

@@ -47,10 +47,8 @@ from torchrl_ext.control.port import (
     TAGS,
     EngineState,
     Port,
-    ServesAdapters,
     check_sleep,
     check_wake,
-    no_adapters,
     restated,
 )
 
@@ -286,17 +284,11 @@ class Engine(EngineClient):
 
     def load_adapter(self, name: str, path: str) -> None:
         with Steps(self.port).step(f"serve adapter {name!r} from {path}"):
-            self._adapters().load_adapter(name, path)
+            self.port.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
         with Steps(self.port).step(f"unload adapter {name!r}"):
-            self._adapters().unload_adapter(name)
-
-    def _adapters(self) -> ServesAdapters:
-        port = self.port
-        if not isinstance(port, ServesAdapters):
-            raise no_adapters(self.kind)
-        return port
+            self.port.unload_adapter(name)
 
     def inspect(self, question: Inspect) -> list[Info]:
         """Ask every worker about its environment (`torchrl_ext.sync.inspection`) and return at least one answer.

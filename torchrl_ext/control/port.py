@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError, code_of
 from torchrl_ext.base.messages import Message
 from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import EngineInfo, Info
 
-__all__ = ["TAGS", "EngineState", "Port", "ServesAdapters", "check_sleep", "check_wake", "named_tags", "restated"]
+__all__ = ["TAGS", "EngineState", "Port", "check_sleep", "check_wake", "named_tags", "restated"]
 
 TAGS = frozenset({"weights", "kv_cache"})
 """The parts of an engine that can release their memory."""
@@ -102,16 +102,13 @@ class Port(ABC):
         """Return log-probabilities as `torchrl_ext.EngineClient.logprobs` does."""
         raise no_logprobs(self.url, self.kind)
 
-
-@runtime_checkable
-class ServesAdapters(Protocol):
-    """A port of engines that serve LoRA adapters; see `torchrl_ext.EngineClient.load_adapter`."""
-
     def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter in directory ``path`` under ``name``."""
+        """Serve the adapter in directory ``path`` under ``name``; see `torchrl_ext.EngineClient.load_adapter`."""
+        raise no_adapters(self.kind)
 
     def unload_adapter(self, name: str) -> None:
         """Serve no adapter under ``name`` any more."""
+        raise no_adapters(self.kind)
 
 
 def no_logprobs(url: str, kind: str) -> ConfigError:

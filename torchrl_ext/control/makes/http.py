@@ -11,11 +11,11 @@ from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Inspect, Join, Leave, Load, Message, Prefetch, Verify
+from torchrl_ext.base.messages import Finish, Inspect, Join, Leave, Load, Message, Prefetch, Start, Verify
 from torchrl_ext.base.types import Info, dtype_name
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.server_info import ServerInfo
-from torchrl_ext.control.port import Port, no_adapters, restated
+from torchrl_ext.control.port import EngineState, Port, restated
 from torchrl_ext.control.serving.router import refuse_router
 
 __all__ = ["HTTPPort", "Settings", "StockPort", "bodies", "session"]
@@ -123,7 +123,6 @@ class HTTPPort(Port):
             raise EngineRefusedError(f"{self.url}/v1/models answered {answer!r:.200}", expected="models") from error
 
     def load_adapter(self, name: str, path: str) -> None:
-        """See `ServesAdapters.load_adapter`."""
         before = self.adapters().get(name)
         try:
             self._replace_adapter(name, path, before)
@@ -133,12 +132,11 @@ class HTTPPort(Port):
             raise restated(error, error.what, self._serving_now(name), hint=self.lora_needs) from error
 
     def unload_adapter(self, name: str) -> None:
-        """See `ServesAdapters.unload_adapter`."""
         self._adapter("unload_lora_adapter", {"lora_name": name})
 
+    @abstractmethod
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
         """Load an adapter; ``before`` is the directory of the one that the name stands for, if it has one."""
-        raise no_adapters(self.kind)
 
     def _adapter(self, call: str, body: Info) -> None:
         """Call a route for adapters, whose answer may be text."""
@@ -153,6 +151,14 @@ class HTTPPort(Port):
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Any:
         return self.http.post(route, body, fields=self.fields.get(route, ()), **how)
+
+    @abstractmethod
+    def _refuse(self, message: Join) -> None:
+        """Refuse a sender that this server would follow wrongly."""
+
+    @abstractmethod
+    def drop_cached(self) -> None:
+        """Drop what older weights cached, unless the settings keep it."""
 
     @abstractmethod
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
@@ -177,11 +183,24 @@ class StockPort(HTTPPort):
     hint: ClassVar[str]
     group: Info | None = None
 
+    def state(self) -> EngineState:
+        return EngineState()
+
+    def sleep(self, level: int, tags: frozenset[str]) -> None:
+        raise EngineRefusedError(f"{self.url} runs {self.lacking}, and does not say what sleeps", hint=self.hint)
+
     def call(self, message: Message) -> list[Info]:
-        """Handle `Join` and `Leave`, and refuse what needs our plugin; subclasses handle `Start`, `Load`, `Finish`."""
         match message:
             case Join():
+                self._refuse(message)
                 self._join(message)
+            case Start():
+                self.drop_cached()
+                self._begin()
+            case Load():
+                self._load(message)
+            case Finish():
+                self._finish(str(message.version))
             case Leave() if self.group:
                 self._leave()
                 self.group = None
@@ -199,7 +218,7 @@ class StockPort(HTTPPort):
         by, offer = message.transport, message.offer
         if by == "native":
             self._check(offer)
-        elif by != "disk":
+        elif by not in self._facts.info.transports:
             words = f"{self.url} runs {self.lacking}, and cannot follow by {by!r}"
             raise EngineRefusedError(words, expected=self.wanted, hint=self.hint)
         words = "%s runs without our plugin and follows by %s: only outputs show what it loaded (verify='outputs')"
@@ -213,6 +232,18 @@ class StockPort(HTTPPort):
     @abstractmethod
     def _check(self, offer: Info) -> None:
         """Raise `EngineRefusedError` if the server cannot receive the broadcasts of this offer."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Prepare the server for an update, also after one that failed."""
+
+    @abstractmethod
+    def _load(self, message: Load) -> None:
+        """Have the workers receive one handoff."""
+
+    @abstractmethod
+    def _finish(self, label: str) -> None:
+        """End the update, and label the weights."""
 
     @abstractmethod
     def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:

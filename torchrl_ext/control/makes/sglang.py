@@ -102,20 +102,6 @@ class SGLangPort(HTTPPort):
         answer = self.http.get("/model_info")
         return answer if isinstance(answer, dict) else {}
 
-    def loads(self) -> list[dict[str, Any]]:
-        """Return ``{"dp_rank", "running", "waiting"}`` request counts per rank."""
-        answer = self.http.get("/v1/loads")
-        found = []
-        try:
-            for row in answer["loads"]:
-                running, waiting = int(row["num_running_reqs"]), int(row["num_waiting_reqs"])
-                found.append({"dp_rank": row["dp_rank"], "running": running, "waiting": waiting})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise EngineRefusedError(
-                f"{self.url} answered {str(answer)[:120]!r} about its load", expected="a list of counts of requests"
-            ) from error
-        return found
-
     def paused(self) -> bool:
         if merged(self._say(State())).get("paused"):
             return True
@@ -146,7 +132,6 @@ class SGLangPort(HTTPPort):
         return answers
 
     def _refuse(self, message: Join) -> None:
-        """Refuse a sender that this server would follow wrongly."""
         replicas = self._facts.info.dp_size
         if message.transport not in ("disk", "delta") and replicas > 1:
             raise EngineRefusedError(
@@ -243,7 +228,22 @@ class SGLangPort(HTTPPort):
 
     def _flush(self, *, frozen: bool) -> None:
         """Drop keys and values; fail at once if ``frozen`` requests hold the cache, since waiting would not help."""
-        self._flush_own(frozen)
+        why = ""
+        for _ in Deadline(self._settings.flush_timeout_s).pauses():
+            why = self._flushed()
+            if not why:
+                break
+            if frozen:
+                raise EngineRefusedError(
+                    f"requests that are paused in place keep the cache of the old weights: {why}",
+                    expected="no running request, or a pause mode that frees what they hold",
+                    hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
+                )
+        else:
+            raise DeadlineError(
+                f"the cache was not dropped within {self._settings.flush_timeout_s:g} s: {why}",
+                hint="find requests that never end, or raise flush_timeout_s",
+            )
         if not self._facts.stores_keys:  # SGLang's own flush leaves a store alone
             return
         answer = self.http.call("POST", "/hicache/storage-backend/clear", timeout_s=self.timeout_s)
@@ -254,31 +254,10 @@ class SGLangPort(HTTPPort):
                 status=answer.status,
             )
 
-    def _flush_own(self, frozen: bool) -> None:
-        why = ""
-        for _ in Deadline(self._settings.flush_timeout_s).pauses():
-            why = self._flushed()
-            if not why:
-                return
-            if frozen:
-                raise EngineRefusedError(
-                    f"requests that are paused in place keep the cache of the old weights ({self._busy()}): {why}",
-                    expected="no running request, or a pause mode that frees what they hold",
-                    hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
-                )
-        raise DeadlineError(
-            f"the cache was not dropped within {self._settings.flush_timeout_s:g} s ({self._busy()}): {why}",
-            hint="find requests that never end, or raise flush_timeout_s",
-        )
-
     def _flushed(self) -> str:
         """Try to drop the cache; return "", or why that is not possible yet."""
         # not by SGLang's own route: it also collects garbage, which can take longer than an update
         return "" if merged(self._say(Flush())).get("flushed") else "the cache is in use"
-
-    def _busy(self) -> str:
-        rows = self.loads()
-        return f"{sum(row['running'] for row in rows)} running, {sum(row['waiting'] for row in rows)} waiting"
 
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
         """Unload the earlier adapter, whose name SGLang would not load again, and load it anew if the new one fails."""
@@ -312,29 +291,6 @@ class StockSGLangPort(StockPort, SGLangPort):
     def paused(self) -> bool:
         return self._unready()
 
-    def state(self) -> EngineState:
-        return EngineState()
-
-    def call(self, message: Message) -> list[Info]:
-        match message:
-            case Start():
-                self.drop_cached()
-                self._begin()
-            case Load():
-                self._load(message)
-            case Finish():
-                if self.group:
-                    self._session("end")
-                self._label(str(message.version))
-            case _:
-                return super().call(message)
-        return []
-
-    def sleep(self, level: int, tags: frozenset[str]) -> None:
-        raise EngineRefusedError(
-            f"{self.url} runs SGLang without our plugin, and cannot report which of its parts sleep", hint=_PLUGIN
-        )
-
     def _begin(self) -> None:
         if self.group:
             self._open_session()
@@ -346,22 +302,24 @@ class StockSGLangPort(StockPort, SGLangPort):
                 raise
 
     def _check(self, offer: Info) -> None:
-        info, what, expected = self._facts.info, "", "pp 1, dp 1 and no weight cache, for its own broadcasts"
-        if offer.get("make") != self.kind:
-            what = f"runs SGLang, and the transport speaks to {offer.get('make')!r}"
-            expected = "engines of one make, and make='sglang'"
-        elif "native" not in info.transports and self._facts.copies:
-            what = f"keeps copies of its weights (weight_cache_mode {self._facts.copies!r})"
-        elif "native" not in info.transports:
-            what = f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
-        if what:
-            raise EngineRefusedError(f"{self.url} {what}", expected=expected, hint=_PLUGIN)
+        if offer.get("make") == self.kind and "native" in self._facts.info.transports:
+            return
+        raise EngineRefusedError(
+            f"{self.url} cannot take broadcasts of a transport that speaks to {offer.get('make')!r}",
+            expected="make='sglang', and a server with one pipeline stage, one replica, and no weight cache",
+            hint=_PLUGIN,
+        )
 
     def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
         return "/init_weights_update_group", {**offer["group"], "rank_offset": rank_offset}
 
     def _leaving(self) -> tuple[str, Info]:
         return "/destroy_weights_update_group", self._named()
+
+    def _finish(self, label: str) -> None:
+        if self.group:
+            self._session("end")
+        self._label(label)
 
     def _named(self) -> Info:
         return {"group_name": str((self.group or {})["group_name"])}

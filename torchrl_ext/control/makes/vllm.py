@@ -119,7 +119,7 @@ class VLLMPort(HTTPPort):
             case Leave():
                 return []
             case Join():
-                self._refuse()
+                self._refuse(message)
         answer = self._post("/collective_rpc", called(message), timeout_s=self.timeout_s)
         answers = answers_of(answer["results"], f"{self.url}/collective_rpc")
         match message:
@@ -130,21 +130,13 @@ class VLLMPort(HTTPPort):
                 self._post("/update_weight_version", {"new_version": str(message.version)})
         return answers
 
-    def _refuse(self) -> None:
-        """Refuse a sender that this server would follow wrongly."""
+    def _refuse(self, message: Join) -> None:
         if self._settings.keep_cache and self._facts.kv_connectors:
             names = ", ".join(self._facts.kv_connectors)
             raise ConfigError(
                 f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
                 expected="keep_cache=False, or a server without a connector",
                 state="the engine's weights and its pause are unchanged",
-            )
-        if self._facts.is_guest:
-            raise ConfigError(
-                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that maps "
-                "them",
-                expected="a server with weights of its own: another --load-format than ipc_cache",
-                state="nothing was sent",
             )
 
     def drop_cached(self) -> None:
@@ -223,29 +215,6 @@ class StockVLLMPort(StockPort, VLLMPort):
     lacking, wanted, hint = "vLLM without our plugin", 'the plugin in group "vllm.general_plugins"', PLUGIN
     _clean = False  # whether no layer is half-filled, which vLLM cannot report
 
-    def state(self) -> EngineState:
-        return EngineState()
-
-    def sleep(self, level: int, tags: frozenset[str]) -> None:
-        raise EngineRefusedError(f"{self.url} runs vLLM without our plugin, and does not say what sleeps", hint=PLUGIN)
-
-    def call(self, message: Message) -> list[Info]:
-        match message:
-            case Start():
-                self._start()
-                self.drop_cached()
-            case Load():
-                self._load(message)
-            case Finish():
-                self._finish(str(message.version))
-                self._clean = True
-            case Join():
-                self._refuse()
-                return super().call(message)
-            case _:
-                return super().call(message)
-        return []
-
     def _check(self, offer: Info) -> None:
         if (self._facts.transfer_backend, offer.get("make")) != ("nccl", "vllm"):
             raise EngineRefusedError(
@@ -265,7 +234,7 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _leaving(self) -> tuple[str, None]:
         return "/shutdown_weight_transfer_engine", None
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         """Begin an update; after a failed one, reset its half-filled layers first.
 
         After a failure vLLM 0.32 keeps the tensors that a layer received, and their count
@@ -283,7 +252,7 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _load(self, message: Load) -> None:
         if not self.group:
             body = {"method": "reload_weights", "kwargs": {"weights_path": message.handoff["path"]}}
-            for _ in range(1 if self._clean else 2):  # a failed load may have left half-filled layers, as in `_start`
+            for _ in range(1 if self._clean else 2):  # a failed load may have left half-filled layers, as in `_begin`
                 self._clean = False
                 self._post("/collective_rpc", body, timeout_s=self.timeout_s)
             return
@@ -294,8 +263,9 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _finish(self, label: str) -> None:
         if self.group:
             self._post("/finish_weight_update", {"weight_version": label}, timeout_s=self.timeout_s)
-            return
-        self._post("/update_weight_version", {"new_version": label})
+        else:
+            self._post("/update_weight_version", {"new_version": label})
+        self._clean = True
 
 
 @final
