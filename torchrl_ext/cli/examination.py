@@ -146,7 +146,7 @@ def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Examined | 
     workers = listed_workers(http)
     if workers is not None:
         found = f"a router with {len(workers)} worker(s): it passes each control call to just one of them"
-        remedy = f"give the engines' own addresses: {' '.join(worker.url for worker in workers) or 'it has none yet'}"
+        remedy = f"give the engines' own addresses: {' '.join(workers) or 'it has none yet'}"
         findings.append(failure("router", found, "the address of an engine", remedy))
         return None
     try:

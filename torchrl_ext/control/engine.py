@@ -207,13 +207,11 @@ class _Joined:
     Attributes:
         port: the port that suited the server then.
         connection: id of the sender's connection; "" before the first join.
-        workers: number of workers that have to confirm a version.
         rehearsed, proof: what `Engine.rehearse` found.
     """
 
     port: Port
     connection: str = ""
-    workers: int = 1
     rehearsed: tuple[Info, ...] = ()
     proof: str = "sent"
 
@@ -334,9 +332,7 @@ class Engine(EngineClient):
             if not before.port.plugin:
                 before.port.call(Leave(connection=before.connection))  # it may be in a group of an earlier transport
             port = self._find()
-            info = port.describe()
-            workers = max(1, info.world_size // max(1, info.dp_size))  # another process may serve each replica
-            self._now = joined = _Joined(port=port, connection=message.connection, workers=workers)
+            self._now = joined = _Joined(port=port, connection=message.connection)
             joined.call(message)
             joined.wait("join the transport")
 
@@ -545,9 +541,9 @@ class EngineUpdate(Update):
         joined, url = self._joined, self._joined.port.url
         wanted = {"version": self.version, **({"digest": self._digest} if self._digest else {})}
         others = [one for one in answers if any(one.get(name) != value for name, value in wanted.items())]
-        if joined.port.plugin and (others or sum(one.get("workers", 1) for one in answers) < joined.workers):
+        if joined.port.plugin and (others or not answers):
             raise EngineRefusedError(
                 f"{url} does not confirm version {self.version}: it answers {reprlib.repr(others or [*answers])}",
-                expected=f"{wanted} of {joined.workers} worker(s)",
+                expected=f"{wanted} of every worker",
                 hint="check that nothing between trainer and engine answers in the engine's place; send again",
             )

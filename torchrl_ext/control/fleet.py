@@ -43,7 +43,6 @@ class Fleet(EngineClient):
 
     Attributes:
         engines: the clients.
-        decoding: those that decode what prefill engines began.
 
     Raises:
         ConfigError: no engine, or a repeated address.
@@ -70,12 +69,10 @@ class Fleet(EngineClient):
         self._source, self._make = members, make or _refused
         self._meeting: dict[str, Future[EngineClient]] = {}
         self._problems: dict[str, str] = {}  # why a wanted engine, or the function that lists them, is missing
-        self._met = False
         self._missing: dict[EngineClient, Exception] = {}  # lost engines, and why they are
-        self._doubted: set[EngineClient] = set()  # the next `members` probes them
-        self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
+        self._doubted = set(flat)  # the next `members` probes them
+        self.reported: set[EngineClient] = set()  # engines that an error has already named since they last served
         self._probes: dict[EngineClient, Future[EngineInfo]] = {}
-        self.decoding: set[EngineClient] = set()
 
     @property
     def url(self) -> str:
@@ -146,7 +143,6 @@ class Fleet(EngineClient):
             log.warning("engine %s has left the fleet", engine.url)
             self._missing.pop(engine, None)
             self._probes.pop(engine, None)
-            self.decoding.discard(engine)
             self._doubted.discard(engine)
             in_thread(engine.close, f"close {engine.url}")
 
@@ -165,12 +161,10 @@ class Fleet(EngineClient):
         if not self.engines:
             raise self._nobody()
         lost, engines = self.lost(), self.engines
-        doubted = engines if not self._met else {*lost, *self._doubted}
-        suspects = [engine for engine in engines if engine in doubted]
+        suspects = [engine for engine in engines if engine in lost or engine in self._doubted]
         silent = self._silent(suspects)
         if len(silent) == len(engines):
             raise self.missed("no engine of the fleet answered", {**lost, **silent})
-        self._met = True
         self._doubted.difference_update(suspects)
         for engine in suspects:
             if engine in silent:
@@ -178,16 +172,12 @@ class Fleet(EngineClient):
             elif engine in lost:
                 log.warning("engine %s is back", engine.url)
                 self._missing.pop(engine, None)
-        self._reported &= self.lost().keys()
+        self.reported &= self.lost().keys()
         return tuple(engine.url for engine in self.each())
 
     def doubt(self, engines: Iterable[EngineClient]) -> None:
         """Have the next `members` probe ``engines``, which failed a step."""
         self._doubted.update(engines)
-
-    def report(self, engines: Iterable[EngineClient]) -> None:
-        """Note that an error names ``engines``, so that the next update that goes on without them raises none."""
-        self._reported.update(engines)
 
     def lose(self, engine: EngineClient, error: Exception) -> None:
         """Continue without ``engine`` until it answers a probe of `members`."""
@@ -232,7 +222,6 @@ class Fleet(EngineClient):
 
     def join(self, offer: Info, on_failure: Callable[[], None] = nothing) -> None:
         described, first, offsets = self._described(), offer.get("rank_offset", 1), {}
-        self.decoding.update(engine for engine, one in described.items() if one.worker_type == "decode")
         for engine, one in described.items():
             offsets[engine] = first
             first += one.world_size
@@ -363,7 +352,7 @@ class Fleet(EngineClient):
         self, what: str, missed: Mapping[EngineClient, Exception], rows: tuple[EngineRow, ...] = ()
     ) -> Exception:
         """Return the error for engines that did not take a version, which the next update then probes."""
-        self.report(missed)
+        self.reported.update(missed)
         return self._error(
             missed,
             what,
@@ -372,10 +361,6 @@ class Fleet(EngineClient):
             "fix the cause and call update_weights again; it includes every engine that answers by then",
             rows,
         )
-
-    def unreported(self, engines: Iterable[EngineClient]) -> bool:
-        """Return whether one of ``engines`` was not named in an error since it last served."""
-        return not {*engines} <= self._reported
 
     def _error(
         self,
@@ -427,15 +412,9 @@ class FleetUpdate(Update):
             self._step("load", lambda update: update.verify(digests, digest))
 
     def commit(self) -> tuple[EngineRow, ...]:
-        """See `Update.commit`. Decode engines resume last, after prefill engines dropped the old caches.
-
-        Raises:
-            EngineError: an engine failed or is lost; has a row per engine.
-        """
-        decoding = self._updates.keys() & self._fleet.decoding
-        for engines in (self._updates.keys() - decoding, decoding):
-            self._step("commit", lambda update: update.commit(), among=engines)
-        if self._failed or self._fleet.unreported(self._lost):
+        """See `Update.commit`; raises EngineError, with a row per engine, if an engine failed or is lost."""
+        self._step("commit", lambda update: update.commit())
+        if self._failed or not {*self._lost} <= self._fleet.reported:
             missed = {**self._lost, **self._failed}
             everyone = len(self._updates) + len(self._lost)
             what = f"{len(missed)} of {everyone} engines did not take version {self.version}"
@@ -455,18 +434,17 @@ class FleetUpdate(Update):
         step: str,
         call: Callable[[Update], object],
         on_failure: Callable[[], None] = nothing,
-        among: Collection[EngineClient] | None = None,
     ) -> None:
-        """Take a step on the engines that are still in the update, or on those ``among`` them.
+        """Take a step on the engines that are still in the update.
 
         Raises:
             EngineError: every engine of the update has failed.
         """
         left = {engine: partial(call, update) for engine, update in self._updates.items() if engine not in self._failed}
-        _, errors = _fan_out({one: left[one] for one in left if among is None or one in among}, on_failure)
+        _, errors = _fan_out(left, on_failure)
         self._failed.update(errors)
         self._fleet.doubt(errors)
-        self._fleet.report(errors)  # the error that ends the update has rows that name them
+        self._fleet.reported.update(errors)  # the error that ends the update has rows that name them
         if len(self._failed) == len(self._updates):
             raise self._fleet.missed(f"every engine failed to {step}", {**self._lost, **self._failed}, self.rows())
 

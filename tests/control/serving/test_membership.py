@@ -39,7 +39,7 @@ def infos(urls, types=("regular",) * 3):
 
 
 def listed(url):
-    return {worker.url for worker in RouterClient(url).workers()}
+    return {*RouterClient(url).workers()}
 
 
 def by_name(url):

@@ -176,7 +176,7 @@ class Routing:
             log.warning("router %s is unchanged: no engine serves a version of this run", self.url)
             return
         fit = {key for key, row in rows.items() if row in serving and row.version == newest}
-        used = {engine_key(worker.url) for worker in self.router.workers()}
+        used = set(map(engine_key, self.router.workers()))
         changed = (ours.keys() & used) ^ (ours.keys() & fit)
         for key in sorted(changed, key=fit.__contains__):  # those with older weights leave first
             info, known = ours[key], rows.get(key)

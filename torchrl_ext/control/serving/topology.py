@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,6 @@ import msgspec
 from torchrl_ext.base.devices import visible_devices
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.serving.processes import GuardedProcess, stop_all, wait_until_healthy
 from torchrl_ext.control.serving.routing import Routing
@@ -328,15 +327,8 @@ def _pinned(plan: EnginePlan) -> dict[str, str]:
 
 def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], settings: Mapping[str, Any]) -> Routing:
     """Put the engines of a model behind a router."""
-    urls = {plan.name: processes[plan.name].url for plan in model.engines}
-    # the choice of a transport needs the engines' capabilities; a router needs the prefill engines' bootstrap ports
-    asked = [urls[plan.name] for plan in model.engines if model.update_weights or plan.worker_type == "prefill"]
-    found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
-    infos = []
-    for plan in model.engines:
-        url = urls[plan.name]
-        planned = EngineInfo(url=url, kind=model.kind, num_gpus=len(plan.gpus), model=plan.model_path)
-        infos.append(replace(found.get(url, planned), kind=model.kind, worker_type=plan.worker_type))
+    urls = [processes[plan.name].url for plan in model.engines]
+    infos = discover(*urls, api_key=settings["api_key"]) if urls else []
     own = {} if "router" in settings else {"kind": model.kind}
     follows = model.update_weights and bool(infos)
     return Routing(infos, name=model.name, update_weights=follows, **{**own, **settings})
