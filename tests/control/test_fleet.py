@@ -9,8 +9,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import torchrl_ext as tx
 from tests.fakes import FakeEngine
@@ -103,23 +101,12 @@ class Scripted(Engine):
         self.take("close")
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.sampled_from([(), ("pause",), ("pause", "resume"), ("resume",)])), min_size=1)
-)
-def test_all_pause_or_those_that_served_serve_again(script):
-    engines = [Scripted(f"e{i}", serving=serving, fails=fails) for i, (serving, fails) in enumerate(script)]
-    refusing = [engine for engine in engines if "pause" in engine.fails]
-    if not refusing:
-        assert Fleet(engines).pause() == any(serving for serving, _ in script)
-        assert not any(engine.serving for engine in engines)
-        return
-    with pytest.raises(EngineError) as caught:
+def test_a_fleet_pauses_as_far_as_it_can_and_names_the_rest():
+    one, other = engines = [Scripted("one"), Scripted("other", fails=["pause"])]
+    with pytest.raises(EngineError, match="1 of 2 engines did not pause"):
         Fleet(engines).pause()
-    for engine, (serving, fails) in zip(engines, script, strict=True):
-        assert engine.serving == ((serving and "resume" not in fails) or (serving and "pause" in fails))
-    if len(engines) > 1:
-        assert f"{len(refusing)} of {len(engines)} engines did not pause" in str(caught.value)
-        assert {row.engine for row in caught.value.rows if row.error} >= {engine.url for engine in refusing}
+    assert not one.serving and other.serving
+    assert Fleet([one]).pause() is False and Fleet([one, Scripted("third")]).pause() is True
 
 
 def test_fleet_version_is_its_oldest_and_no_number_is_reused(tmp_path):

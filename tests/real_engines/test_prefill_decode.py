@@ -98,9 +98,7 @@ def job(make, checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def client(job):
-    made = RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
-    yield made
-    made.close()
+    return RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
 
 
 def generate(client, prompt, count=24):

@@ -58,7 +58,6 @@ def client(routing, now):
     made = RemoteInferenceClient.of(routing, timeout_s=120, control_timeout_s=60, model_name="policy")
     yield made
     made.run(made.resume())
-    made.close()
 
 
 behind_vllm = pytest.mark.parametrize("behind", ["vllm"], indirect=True)

@@ -122,11 +122,6 @@ class RemoteInferenceClient:
         """Await a call, ``client.run(client.pause())``; ConfigError in a coroutine that `run` awaits: a deadlock."""
         return run(call)
 
-    def close(self) -> None:
-        """End pending requests with an error; later ones work."""
-        self._requests.close()
-        self._text.close()
-
     def __reduce__(self) -> tuple[Any, ...]:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return functools.partial(type(self), **given), ()

@@ -254,23 +254,7 @@ class Fleet(EngineClient):
         self.everywhere(what, lambda engine: engine.unload_adapter(name), among=self.engines)
 
     def pause(self) -> bool:
-        """See `EngineClient.pause`. If one engine fails to pause, the engines that served before are resumed.
-
-        Raises:
-            EngineError: an engine did not pause; has a row per engine.
-        """
-        engines = self.each()
-        served, unpaused = _fan_out({engine: engine.pause for engine in engines})
-        if unpaused:
-            _, still = _fan_out({engine: engine.resume for engine in served if served[engine]})
-            except_for = ", ".join(engine.url for engine in still)
-            raise self._error(
-                {**still, **unpaused},
-                f"{len(unpaused)} of {len(engines)} engines did not pause",
-                "engines that had paused were asked to resume and report that they serve"
-                + (f", except {except_for}" if except_for else ""),
-            )
-        return any(served.values())
+        return any(self.everywhere("pause", lambda engine: engine.pause()))
 
     def resume(self) -> None:
         self.everywhere("resume", lambda engine: engine.resume())

@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -243,7 +242,6 @@ class HTTPSession:
             key for requests (``--api-key``) and another for control (``--admin-api-key``).
         timeout_s: deadline of a call, from the DNS look-up to the last byte of the answer, in seconds.
         max_body_bytes: larger answers are refused.
-        until: deadline of all calls together, in seconds of `time.monotonic`.
         check: called with a similar session before each `call`, within its deadline, until it has succeeded once.
 
     Raises:
@@ -257,7 +255,6 @@ class HTTPSession:
         api_key: Keys = None,
         timeout_s: float = 60.0,
         max_body_bytes: int = 64 << 20,
-        until: float = math.inf,
         check: Callable[[HTTPSession], None] | None = None,
     ) -> None:
         self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
@@ -267,12 +264,7 @@ class HTTPSession:
             log.warning(
                 "the API key goes to %s unencrypted, because the address has no scheme: write https:// or http://", host
             )
-        self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
-
-    @property
-    def left_s(self) -> float:
-        """How long a call that starts now may take, in seconds."""
-        return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
+        self._max_body_bytes, self._check = max_body_bytes, check
 
     def get(self, route: str, *, fields: Sequence[str] = (), **how: Any) -> Any:
         """Call ``GET route`` with the arguments of `call`; return the JSON answer (``{}`` if it is empty).
@@ -300,9 +292,10 @@ class HTTPSession:
         timeout_s: float | None = None,
     ) -> Answer:
         """Run `exchange` from any thread but the loop's; raises also as `run` and as the session's ``check``."""
-        until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        until = time.monotonic() + limit_s
         if self._check is not None:  # concurrent threads may each run it
-            self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
+            self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=limit_s))
             self._check = None
         return run(self.exchange(method, route, body, query=query, timeout_s=until - time.monotonic()))
 
@@ -327,7 +320,7 @@ class HTTPSession:
             EngineRefusedError: the server redirects, or its answer exceeds ``max_body_bytes``.
             DeadlineError: the answer is not complete in time.
         """
-        limit_s = max(_SHORTEST_S, self.left_s if timeout_s is None else timeout_s)
+        limit_s = max(_SHORTEST_S, self.timeout_s if timeout_s is None else timeout_s)
         until, where = time.monotonic() + limit_s, f"{method} {self.url}{route}"
         url = URL(self.url + route + (f"?{urlencode(query, doseq=True)}" if query else ""), encoded=True)
         given: dict[str, Any] = {"allow_redirects": False}

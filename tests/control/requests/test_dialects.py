@@ -73,7 +73,8 @@ def test_sglang_gets_a_request_for_each_seed():
         rows = [{"output_ids": [seed, j], "meta_info": told} for j in range(count)]
         return 200, rows[0] if count == 1 else rows
 
-    with FakeEngine("sglang") as engine, InferenceClient(engine.url, kind="sglang") as client:
+    with FakeEngine("sglang") as engine:
+        client = InferenceClient(engine.url, kind="sglang")
         engine.answers["POST /generate"] = answer
         seeded = client.generate([[1], [2]], n=2, seed=5, max_tokens=2)
         drawn = client.generate([[1], [2]], n=2, max_tokens=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 
 import httpx
 import pytest
@@ -42,10 +41,8 @@ def test_requests_of_a_removed_engine_go_on_at_another(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     with EmbeddedServer(model, dtype="float32") as first, EmbeddedServer(model, dtype="float32") as second:
         urls = [first.url, second.url]
-        with (
-            Routing.over(*urls, **settings_for_router("vllm")) as routing,
-            closing(RemoteInferenceClient.of(routing, timeout_s=60, control_timeout_s=30)) as client,
-        ):
+        with Routing.over(*urls, **settings_for_router("vllm")) as routing:
+            client = RemoteInferenceClient.of(routing, timeout_s=60, control_timeout_s=30)
             found = client.run(through_a_loss())
             assert listed(routing.url) == {urls[1]}
             httpx.post(f"{urls[0]}/resume")

@@ -24,7 +24,7 @@ sglang:
       - {worker_type: regular, num_gpus: 4, overrides: {max-running-requests: 8}}
   - name: reward
     model_path: /models/reward
-    engine_groups:
+    server_groups:
       - {worker_type: prefill, num_gpus: 1}
       - {worker_type: decode, num_gpus: 2}
   - name: tools
@@ -69,13 +69,8 @@ def test_update_weights_auto_compares_path_with_trainer():
         (True, "/other", True),
         (False, "/models/policy", False),
     ):
-        for row in (
-            {"model_path": path, "server_groups": [group()]},
-            {"model_path": "/b", "server_groups": [group(overrides={"model-path": path})]},
-        ):  # a group's path goes before the model's
-            (model,) = parse([{"name": "a", "update_weights": said, **row}])
-            assert model.update_weights is meant and model.engines[0].model_path == path
-            assert model.engines[0].overrides == {}
+        (model,) = parse([{"name": "a", "update_weights": said, "model_path": path, "server_groups": [group()]}])
+        assert model.update_weights is meant and model.engines[0].model_path == path
 
 
 @pytest.mark.parametrize(
@@ -86,15 +81,6 @@ def test_update_weights_auto_compares_path_with_trainer():
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines only"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
-        (
-            [{"name": "a", "server_groups": [group(model_path="/x"), group(overrides={"model_path": "/x"})]}],
-            "unknown field `model_path`",
-        ),
-        (
-            [{"name": "a", "server_groups": [group(), group(overrides={"model_path": "/x"})]}],
-            "different paths: /models/policy, /x",
-        ),
-        ([{"name": "a", "server_groups": [], "engine_groups": []}], "server_groups and engine_groups"),
         ({"vllm": [{"name": "a"}], "sglang": [{"name": "a"}]}, "length <= 1"),
         ({"trt": [{"name": "a"}]}, "no engine called 'trt'"),
         ({"inprocess": [{"name": "a"}]}, r"no server(.|\n)*vllm, sglang, embedded"),

@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
@@ -28,21 +28,20 @@ _UNSUPPORTED = "Unsupported action"  # how SGLang's own route refuses our messag
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a client drives a server, as for the client function, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
+    """How a client drives a server; see the client functions, such as `torchrl_ext.control.makes.vllm.vllm_engine`."""
 
-    Raises:
-        ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``, in which running requests
-            keep their cache.
-    """
-
-    modes: InitVar[tuple[str, ...]]
-    frozen: InitVar[str]
-    pause_mode: str
+    pause_mode: str = "keep"
     keep_cache: bool = False
     load_timeout_s: float = 600.0
     flush_timeout_s: float = 60.0
 
-    def __post_init__(self, modes: tuple[str, ...], frozen: str) -> None:
+    def check(self, modes: tuple[str, ...], frozen: str) -> None:
+        """Raise ConfigError unless there is such a pause mode, in which requests keep their cache if they have to.
+
+        Args:
+            modes: the pause modes.
+            frozen: the one in which running requests keep their cache.
+        """
         if self.pause_mode not in modes:
             raise ConfigError(f"there is no pause mode {self.pause_mode!r}", expected=f"one of {', '.join(modes)}")
         if self.keep_cache and self.pause_mode != frozen:

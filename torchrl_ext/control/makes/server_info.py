@@ -35,7 +35,7 @@ class ServerInfo:
         engines: data-parallel replicas that answer at the address.
         transfer_backend: a vLLM server's weight-transfer backend.
         is_multimodal: whether a vLLM server's model takes more than text.
-        kv_connectors: names of a vLLM server's KV connectors.
+        kv_connector: name of a vLLM server's KV connector; "" without one.
         stores_keys: whether an SGLang server keeps keys and values in an external store.
         has_backup: whether an SGLang server keeps its weights on the host during sleep.
     """
@@ -46,7 +46,7 @@ class ServerInfo:
     engines: int = 1
     transfer_backend: str | None = None
     is_multimodal: bool = False
-    kv_connectors: tuple[str, ...] = ()
+    kv_connector: str = ""
     stores_keys: bool = False
     has_backup: bool = False
 
@@ -163,7 +163,7 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         engines=_count(url, "data_parallel_size_local", local if apart else info.dp_size),
         transfer_backend=None if backend is None else str(backend),
         is_multimodal=bool(model.get("multimodal_config")),
-        kv_connectors=_kv_connectors(transfer),
+        kv_connector=str(transfer.get("kv_connector") or ""),
     )
 
 
@@ -232,16 +232,6 @@ def _engine(
         bootstrap_port=port if role == "prefill" and isinstance(port, int) else None,
         **{name: str(facts.get(name) or "") for name in ("version", "model", "weight_version")},
     )
-
-
-def _kv_connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
-    names, rest = [], [transfer]
-    while rest:
-        config = rest.pop(0)
-        names += [str(config["kv_connector"])] if config.get("kv_connector") else []
-        inner = _mapping(config, "kv_connector_extra_config").get("connectors")  # of a MultiConnector
-        rest += [row for row in inner if isinstance(row, Mapping)] if isinstance(inner, list) else []
-    return tuple(names)
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ our messages (`torchrl_ext.base.messages`) travel in the ``action`` field of ``/
 ``GET /ready``                              503 while it is paused
 ``POST /pause_generation``                  ``{"mode": "abort" | "retract" | "in_place"}``
 ``POST /flush_cache``                       without the plugin; 400 while requests hold the cache
-``POST /hicache/storage-backend/clear``     if keys and values are also kept in a store
 ``POST /begin_weight_update``               puts layers into the form that loaders write, until
                                             ``/end_weight_update``
 ``POST /update_weight_version``             ``{"new_version": "7", "abort_all_requests": false}``
@@ -139,10 +138,10 @@ class SGLangPort(HTTPPort):
                 "group",
                 expected="--dp-size 1, or a transport through files",
             )
-        if self._facts.stores_keys and self._settings.keep_cache:
+        if self._facts.stores_keys:  # SGLang's own flush leaves a store alone
             raise ConfigError(
                 f"{self.url} keeps keys and values in a store, which would go on serving those of the old weights",
-                expected="keep_cache=False, or a server without a store",
+                expected="a server without --hicache-storage-backend and LMCache",
                 state="the engine's weights and its pause are unchanged",
             )
 
@@ -222,7 +221,6 @@ class SGLangPort(HTTPPort):
         self.http.post("/resume_memory_occupation", {"tags": sorted(tags)}, timeout_s=self.timeout_s)
 
     def drop_cached(self) -> None:
-        """Drop keys and values in the server, then in its store, where an earlier server may have left some too."""
         if not self._settings.keep_cache:
             self._flush(frozen=self._settings.pause_mode == "in_place")
 
@@ -232,27 +230,17 @@ class SGLangPort(HTTPPort):
         for _ in Deadline(self._settings.flush_timeout_s).pauses():
             why = self._flushed()
             if not why:
-                break
+                return
             if frozen:
                 raise EngineRefusedError(
                     f"requests that are paused in place keep the cache of the old weights: {why}",
                     expected="no running request, or a pause mode that frees what they hold",
                     hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
                 )
-        else:
-            raise DeadlineError(
-                f"the cache was not dropped within {self._settings.flush_timeout_s:g} s: {why}",
-                hint="find requests that never end, or raise flush_timeout_s",
-            )
-        if not self._facts.stores_keys:  # SGLang's own flush leaves a store alone
-            return
-        answer = self.http.call("POST", "/hicache/storage-backend/clear", timeout_s=self.timeout_s)
-        if not answer.ok:
-            raise EngineRefusedError(
-                f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
-                hint="read the store's log, or start the server without --hicache-storage-backend",
-                status=answer.status,
-            )
+        raise DeadlineError(
+            f"the cache was not dropped within {self._settings.flush_timeout_s:g} s: {why}",
+            hint="find requests that never end, or raise flush_timeout_s",
+        )
 
     def _flushed(self) -> str:
         """Try to drop the cache; return "", or why that is not possible yet."""
@@ -368,8 +356,8 @@ def sglang_engine(
             with ``keep_cache``. Prefill and decode pools use ``"abort"`` for ``"retract"``, because requests between
             the two pools would hold the cache during the pause.
         keep_cache: keep the keys and values of the old weights: frozen requests, and later requests with the same
-            prefix, continue with them. Each token is still labelled with the version that sampled it. Not for a server
-            that keeps keys and values in a store. Without it, updates fail while requests are frozen in place.
+            prefix, continue with them. Each token is still labelled with the version that sampled it. Without it,
+            updates fail while requests are frozen in place.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses while a request uses it.
@@ -381,13 +369,12 @@ def sglang_engine(
     if pause_mode == "keep":
         pause_mode = "in_place" if keep_cache else "retract"
     settings = Settings(
-        modes=("abort", "retract", "in_place"),
-        frozen="in_place",
         pause_mode=pause_mode,
         keep_cache=keep_cache,
         load_timeout_s=load_timeout_s,
         flush_timeout_s=flush_timeout_s,
     )
+    settings.check(("abort", "retract", "in_place"), frozen="in_place")
     http = session(url, api_key, timeout_s)
     return Engine(partial(_find, http, settings), kind=SGLangPort.kind, url=http.url)
 
@@ -407,8 +394,7 @@ def describe_sglang(http: HTTPSession) -> EngineInfo | None:
     """Return the description of the SGLang server at the session's address; None if it is another engine."""
     if server_info(http).info.kind != SGLangPort.kind:
         return None
-    how = Settings(modes=("retract",), frozen="in_place", pause_mode="retract", load_timeout_s=http.left_s)
-    return _find(http, how).describe()
+    return _find(http, Settings(load_timeout_s=http.timeout_s)).describe()
 
 
 SGLANG = Make(

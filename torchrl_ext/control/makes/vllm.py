@@ -131,10 +131,10 @@ class VLLMPort(HTTPPort):
         return answers
 
     def _refuse(self, message: Join) -> None:
-        if self._settings.keep_cache and self._facts.kv_connectors:
-            names = ", ".join(self._facts.kv_connectors)
+        if self._settings.keep_cache and self._facts.kv_connector:
             raise ConfigError(
-                f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
+                f"{self.url} has KV connector {self._facts.kv_connector}, which would go on serving keys and values of "
+                "the old weights",
                 expected="keep_cache=False, or a server without a connector",
                 state="the engine's weights and its pause are unchanged",
             )
@@ -317,13 +317,8 @@ def vllm_engine(
     Raises:
         ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"keep"``.
     """
-    settings = Settings(
-        modes=("abort", "wait", "keep"),
-        frozen="keep",
-        pause_mode=pause_mode,
-        keep_cache=keep_cache,
-        load_timeout_s=load_timeout_s,
-    )
+    settings = Settings(pause_mode=pause_mode, keep_cache=keep_cache, load_timeout_s=load_timeout_s)
+    settings.check(("abort", "wait", "keep"), frozen="keep")
     http = session(url, api_key, timeout_s)
     return Engine(partial(_find, kind, http, settings), kind=kind, url=http.url)
 
@@ -347,7 +342,7 @@ def _describe(kind: str, http: HTTPSession) -> EngineInfo | None:
     """Return the description of the engine at the session's address; None if it is of another kind."""
     if server_info(http).info.kind != kind:
         return None
-    found = _find(kind, http, Settings(modes=("keep",), frozen="keep", pause_mode="keep", load_timeout_s=http.left_s))
+    found = _find(kind, http, Settings(load_timeout_s=http.timeout_s))
     known = {}
     for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
         with suppress(EngineRefusedError):  # an engine may lack these routes

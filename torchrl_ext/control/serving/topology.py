@@ -52,8 +52,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True):
     model_path: str | None = None
     num_gpus_per_engine: _Count | None = None
     update_weights: bool | Literal["auto"] = "auto"
-    server_groups: list[_Group] | None = None
-    engine_groups: list[_Group] | None = None
+    server_groups: list[_Group] = []
 
 
 _Models = Annotated[
@@ -164,21 +163,16 @@ def parse_plans(content: Any, *, hf_checkpoint: str | Path | None = None) -> tup
 
 def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: Iterator[int]) -> ModelPlan:
     """Return a model's plan; its engines get the next ``devices``."""
-    name, default = row.name, row.model_path or str(hf_checkpoint or "")
-    if row.server_groups is not None and row.engine_groups is not None:
-        raise ConfigError(
-            f"model {name!r} has both server_groups and engine_groups", expected="one of them, since they mean the same"
-        )
+    name, path = row.name, row.model_path or str(hf_checkpoint or "")
     plans: list[EnginePlan] = []
-    for group in row.server_groups or row.engine_groups or []:
+    if row.server_groups and not path:
+        raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
+    for group in row.server_groups:
         overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
-        path = str(overrides.pop("model_path", default))
         each = group.num_gpus_per_engine or row.num_gpus_per_engine or 1
         mine = tuple(itertools.islice(devices, group.num_gpus))
         if len(mine) % each:
             raise ConfigError(f"a group of {name!r} has {len(mine)} GPUs for engines of {each}", expected="a multiple")
-        if not path:
-            raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
         before = sum(plan.worker_type == group.worker_type for plan in plans)
         plans += [
             EnginePlan(
@@ -191,17 +185,13 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
             )
             for first in range(0, len(mine), each)
         ]
-    types = {plan.worker_type for plan in plans}
-    check_pools(f"model {name!r}", types)
-    paths = sorted({plan.model_path for plan in plans}) or [default]
-    if len(paths) > 1:
-        raise ConfigError(f"groups of {name!r} have different paths: {', '.join(paths)}", expected="one model")
+    check_pools(f"model {name!r}", {plan.worker_type for plan in plans})
     follows = row.update_weights
     if follows == "auto":
-        follows = hf_checkpoint is not None and os.path.abspath(paths[0]) == os.path.abspath(hf_checkpoint)
+        follows = hf_checkpoint is not None and os.path.abspath(path) == os.path.abspath(hf_checkpoint)
         if not follows:
             words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
-            log.warning(words, name, paths[0], hf_checkpoint)
+            log.warning(words, name, path, hf_checkpoint)
     return ModelPlan(name=name, kind=kind, update_weights=follows, engines=tuple(plans))
 
 
