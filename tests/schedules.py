@@ -255,7 +255,9 @@ class Schedule:
         own = {"root": self._folder / "root", "keyframe_every": self.settings["keyframe_every"]}
         own = own if self._name == "delta" else {"bucket_bytes": 1 << 12}
         mode = self.settings["pause_mode"]
-        self.fleet = tx.connect(*self._fleet_urls, timeout_s=FLEET_S, load_timeout_s=FLEET_S, pause_mode=mode)
+        self.fleet = tx.connect(
+            members=self._fleet_urls.copy, timeout_s=FLEET_S, load_timeout_s=FLEET_S, pause_mode=mode
+        )
         transport = tx.make_transport(self._name, timeout_s=FLEET_S, **own)
         self.sender = self._ends.enter_context(tx.WeightSender(transport, self.fleet))
         self.sender.register_model(self.policy.model)
@@ -323,7 +325,6 @@ class Schedule:
         life = self._start()
         with self._changing:
             self._fleet_urls.append(life.url)
-        self.fleet.add(life.url)
         return life
 
     def _remove(self, event):
@@ -332,7 +333,6 @@ class Schedule:
             return None
         with self._changing:
             self._fleet_urls.remove(life.url)
-        self.fleet.remove(life.url)
         self._note(f"  {life.url} leaves")
         if event["dies"]:
             self._end(life)

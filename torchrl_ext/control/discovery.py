@@ -136,6 +136,6 @@ def as_engine(engine: Any) -> EngineClient | None:
     if isinstance(engine, Sequence) and engine:
         if all(isinstance(one, str) for one in engine):
             return connect(*engine)
-        return Fleet([client for client in map(as_engine, engine) if client is not None], make=_client_of)
+        return Fleet([client for client in map(as_engine, engine) if client is not None])
     elsewhere = is_torchrl(engine, "RLvLLMEngine") and not is_torchrl(engine, "LocalLLMWrapper")
     return engines.make("ray" if elsewhere and "ray" in engines.names() else "inprocess", engine=engine)
