@@ -375,7 +375,6 @@ class HTTPSession:
 
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:
-    """Return one header per key, in order; without keys, one empty header."""
     keys = [key for key in ((api_key,) if isinstance(api_key, str) else api_key or ()) if key]
     if not all(key.isprintable() and key.isascii() for key in keys):
         raise ConfigError(

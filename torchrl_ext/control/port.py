@@ -104,11 +104,15 @@ class Port(ABC):
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the adapter in directory ``path`` under ``name``; see `torchrl_ext.EngineClient.load_adapter`."""
-        raise no_adapters(self.kind)
+        raise ConfigError(
+            f"{self.kind} engines serve no LoRA adapters",
+            expected="a vLLM or an SGLang server",
+            hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
+        )
 
     def unload_adapter(self, name: str) -> None:
         """Serve no adapter under ``name`` any more."""
-        raise no_adapters(self.kind)
+        raise ConfigError(f"{self.kind} engines serve no LoRA adapters")
 
 
 def no_logprobs(url: str, kind: str) -> ConfigError:
@@ -116,15 +120,6 @@ def no_logprobs(url: str, kind: str) -> ConfigError:
     return ConfigError(
         f"{url}: this kind of engine ({kind}) computes no log-probabilities",
         hint="leave verify='outputs' out; to ask the engines of a fleet one at a time, use fleet.each()",
-    )
-
-
-def no_adapters(kind: str) -> ConfigError:
-    """Return the error of an engine that serves no adapters."""
-    return ConfigError(
-        f"{kind} engines serve no LoRA adapters",
-        expected="a vLLM or an SGLang server",
-        hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
     )
 
 

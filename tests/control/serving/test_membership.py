@@ -16,7 +16,7 @@ from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines, parse_plans
+from torchrl_ext.control.serving.topology import OwnedEngines, Serving, parse_plans
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_external_engines_are_one_model():
     with (
         FakeEngine("vllm") as engine,
         serving(Gateway()) as router,
-        ExternalEngines(engine.url, router=router.url) as job,
+        Serving(default=Routing.over(engine.url, router=router.url)) as job,
     ):
         assert list(job.models) == ["default"] and job.model("default").update_weights
         assert listed(job.model("default").url) == {engine.url}

@@ -210,10 +210,8 @@ def _engine(
     """Build the engine's description.
 
     Args:
-        facts: ``version``, ``model``, ``weight_version``.
         sizes: sizes of the parallel axes, by short or long names.
         role: the worker type; None for a regular one.
-        port: the bootstrap port of a prefill engine of SGLang.
         replicas: whether each data-parallel rank has its own workers.
     """
     given = ((name, sizes.get(name), sizes.get(longer)) for name, longer in _AXES.items())
@@ -244,7 +242,6 @@ def _dtype(model: Mapping[str, Any]) -> str:
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
-    """Return a validated size from an engine's answer; ``default`` if it is missing."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:

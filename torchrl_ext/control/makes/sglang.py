@@ -97,7 +97,6 @@ class SGLangPort(HTTPPort):
         return replace(info, transports=self._followed) if self.plugin else info
 
     def _model(self) -> Info:
-        """Return the server's information about the model that it serves now."""
         answer = self.http.get("/model_info")
         return answer if isinstance(answer, dict) else {}
 
@@ -178,7 +177,6 @@ class SGLangPort(HTTPPort):
             self._session("begin")
 
     def _session(self, verb: str) -> None:
-        """Begin or end SGLang's weight-update session."""
         self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
 
     def _label(self, label: str) -> None:
@@ -380,7 +378,6 @@ def sglang_engine(
 
 
 def _find(http: HTTPSession, settings: Settings) -> SGLangPort:
-    """Return the port for the server as it is now."""
     facts = known_info(http, SGLangPort.kind)
     port = SGLangPort(http, facts, settings)
     try:

@@ -57,7 +57,7 @@ from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
 from torchrl_ext.control.makes.server_info import known_info, server_info
-from torchrl_ext.control.port import EngineState, no_adapters, restated
+from torchrl_ext.control.port import EngineState, Port, restated
 
 log = logging.getLogger("torchrl_ext")
 
@@ -93,20 +93,19 @@ class VLLMPort(HTTPPort):
     )
 
     def describe(self) -> EngineInfo:
-        self._facts, size = server_info(self.http, _KINDS), self._ask("/get_world_size", "world_size")
-        return self._described(size, str(self._ask("/weight_info", "weight_version")))
-
-    def _described(self, world_size: Any, weight_version: Any) -> EngineInfo:
-        info = self._facts.serving(world_size=world_size, weight_version=weight_version)
-        return replace(info, transports=self.followed()) if self.plugin and self.kind == "vllm" else info
-
-    def followed(self) -> tuple[str, ...]:
-        """Return the transports that the workers can follow, or () if they do not say."""
+        """See `Port.describe`. Only ``/server_info`` must answer; other routes and our plugin add details."""
+        self._facts, known = server_info(self.http, _KINDS), {}
+        for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
+            with suppress(EngineRefusedError):
+                known[field] = self._ask(route, field)
+        info = self._facts.serving(**known)
+        if not self.plugin or self.kind != "vllm":
+            return info
         try:
-            return self._followed if self._followed or self.has_plugin() else ()
+            return replace(info, transports=self._followed if self._followed or self.has_plugin() else ())
         except (EngineError, DeadlineError) as error:
             log.warning("%s does not report which transports it can follow: %s", self.url, error)
-            return ()
+            return replace(info, transports=())
 
     def paused(self) -> bool:
         return bool(self._ask("/is_paused", "is_paused"))
@@ -188,7 +187,6 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def _ask(self, route: str, field: str) -> Any:
-        """Return a field of the answer to ``GET route``."""
         answer = _in_dev_mode(lambda: self.http.get(route))
         if not isinstance(answer, dict) or field not in answer:
             what = f"GET {self.url}{route} answered {str(answer)[:120]!r}"
@@ -201,7 +199,6 @@ class VLLMPort(HTTPPort):
 
 
 def _in_dev_mode(ask: Callable[[], Any]) -> Any:
-    """Return what a route answers; add a hint to the error of a route that is absent."""
     try:
         return ask()
     except RouteAbsent as error:
@@ -277,8 +274,7 @@ class EmbeddedPort(VLLMPort):
     def paused(self) -> bool:
         return bool(merged(self.call(State())).get("paused"))
 
-    def adapters(self) -> dict[str, str]:
-        raise no_adapters(self.kind)
+    load_adapter, unload_adapter = Port.load_adapter, Port.unload_adapter
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/prompt_logprobs", {"prompts": [prompt]}
@@ -342,12 +338,7 @@ def _describe(kind: str, http: HTTPSession) -> EngineInfo | None:
     """Return the description of the engine at the session's address; None if it is of another kind."""
     if server_info(http).info.kind != kind:
         return None
-    found = _find(kind, http, Settings(load_timeout_s=http.timeout_s))
-    known = {}
-    for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
-        with suppress(EngineRefusedError):  # an engine may lack these routes
-            known[field] = found._ask(route, field)
-    return found._described(known.get("world_size"), known.get("weight_version"))
+    return _find(kind, http, Settings(load_timeout_s=http.timeout_s)).describe()
 
 
 _ROUTES = ("/collective_rpc", "/pause", "/update_weight_version", "/reset_prefix_cache", "/resume")

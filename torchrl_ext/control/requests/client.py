@@ -349,7 +349,6 @@ class InferenceClient:
                 self._freed.notify_all()
 
     def _joined(self, failed: Mapping[str, EngineError]) -> EngineError:
-        """Return the error for a request that failed on every target."""
         errors = list(failed.values())
         if len(errors) == 1:
             return errors[0]
@@ -366,16 +365,7 @@ async def _on_the_loop(call: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _back_off(attempt: int, until: float, why: EngineError) -> None:
-    """Wait before another attempt, longer after each.
-
-    Args:
-        attempt: number of waits before this one.
-        until: deadline on the monotonic clock, in seconds.
-        why: the last failure.
-
-    Raises:
-        DeadlineError: no time is left for another attempt; the message has the last failure.
-    """
+    """Wait before another attempt, longer after each; raise DeadlineError with the last failure if no time is left."""
     pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 16))
     if until - time.monotonic() <= pause_s:
         raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why

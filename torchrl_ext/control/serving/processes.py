@@ -186,7 +186,6 @@ class GuardedProcess:
         return b""
 
     def _first_word(self, timeout_s: float) -> int:
-        """Return the program's process id, which the guard prints first."""
         said = self._guard.stdout
         if said is None or not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")

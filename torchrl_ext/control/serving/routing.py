@@ -203,7 +203,6 @@ class Routing:
         self.close()
 
     def _start(self, settings: dict[str, Any]) -> str:
-        """Start a router for the engines; return its address."""
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in self.engines:
             port = info.bootstrap_port

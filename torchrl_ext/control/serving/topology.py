@@ -33,7 +33,7 @@ from torchrl_ext.control.serving.processes import GuardedProcess, stop_all, wait
 from torchrl_ext.control.serving.routing import Routing
 from torchrl_ext.control.serving.server import EngineSpec, check_pools, launch
 
-__all__ = ["EnginePlan", "ExternalEngines", "ModelPlan", "OwnedEngines", "Serving", "parse_plans", "read_plans"]
+__all__ = ["EnginePlan", "ModelPlan", "OwnedEngines", "Serving", "parse_plans", "read_plans"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -200,19 +200,15 @@ class Serving:
 
     Attributes:
         engines: the processes of owned engines, by the names of their plans.
-        models: the routing of each model, by name.
+        models: the routing of each model, by name; running engines are one model (`Routing.over`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **models: Routing) -> None:
         self.engines: dict[str, GuardedProcess] = {}
-        self.models: dict[str, Routing] = {}
+        self.models = models
 
     def model(self, name: str) -> Routing:
-        """Return the routing of the model called ``name``.
-
-        Raises:
-            ConfigError: there is no such model; the message lists the names.
-        """
+        """Return the routing of the model called ``name``; ConfigError, which lists the names, if there is none."""
         if name not in self.models:
             raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
         return self.models[name]
@@ -228,22 +224,6 @@ class Serving:
 
     def __exit__(self, *_: Any) -> None:
         self.shutdown()
-
-
-def ExternalEngines(*addresses: str, router: str | None = None, **settings: Any) -> Serving:
-    """Serve the model ``default`` with running engines; start a router unless one is given.
-
-    Args:
-        addresses: ``host:port`` of each engine.
-        router: ``host:port`` of a running router.
-        settings: for `Routing`.
-
-    Raises:
-        ConfigError, EngineError, DeadlineError: as for `Routing.over`.
-    """
-    serving = Serving()
-    serving.models["default"] = Routing.over(*addresses, router=router, **settings)
-    return serving
 
 
 def OwnedEngines(
@@ -316,7 +296,6 @@ def _pinned(plan: EnginePlan) -> dict[str, str]:
 
 
 def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], settings: Mapping[str, Any]) -> Routing:
-    """Put the engines of a model behind a router."""
     urls = [processes[plan.name].url for plan in model.engines]
     infos = discover(*urls, api_key=settings["api_key"]) if urls else []
     own = {} if "router" in settings else {"kind": model.kind}
