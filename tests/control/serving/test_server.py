@@ -13,7 +13,7 @@ import pytest
 
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.control.serving.embedded import EmbeddedServer
-from torchrl_ext.control.serving.processes import free_port, usable_port
+from torchrl_ext.control.serving.processes import usable_port
 from torchrl_ext.control.serving.server import RouterProcess, ServerSpec, start
 from torchrl_ext.control.serving.sglang import SGLangServer, SGLangSpec
 from torchrl_ext.control.serving.vllm import VLLMServer, VLLMSpec
@@ -56,22 +56,6 @@ def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
     picked = usable_port(0)
     assert picked not in (0, taken)
     assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
-
-
-def test_free_port_is_usable_while_a_forked_child_holds_a_copy(monkeypatch):
-    """A port picked as free can be used even if a process forked just then still holds its socket."""
-    held = []
-
-    class Forked(socket.socket):
-        def close(self):
-            held.append(self.dup())  # as in a process that was forked, and does not run its program yet
-            super().close()
-
-    monkeypatch.setattr(socket, "socket", Forked)
-    picked = free_port()
-    monkeypatch.undo()
-    assert usable_port(picked) == picked == held[0].getsockname()[1]
-    held[0].close()
 
 
 @dataclass(frozen=True, kw_only=True)

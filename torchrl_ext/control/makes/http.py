@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.base.messages import Finish, Inspect, Join, Leave, Load, Message, Prefetch, Start, Verify
 from torchrl_ext.base.types import Info, dtype_name
-from torchrl_ext.control.http import HTTPSession, Keys
+from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.makes.server_info import ServerInfo
 from torchrl_ext.control.port import EngineState, Port, restated
-from torchrl_ext.control.serving.router import refuse_router
 
-__all__ = ["HTTPPort", "Settings", "StockPort", "bodies", "session"]
+__all__ = ["HTTPPort", "Settings", "StockPort", "bodies"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -47,11 +46,6 @@ class Settings:
         if self.keep_cache and self.pause_mode != frozen:
             what = f"keep_cache means nothing with pause mode {self.pause_mode!r}"
             raise ConfigError(what, expected=f"pause_mode={frozen!r}")
-
-
-def session(url: str, api_key: Keys, timeout_s: float) -> HTTPSession:
-    """Return a session that raises an error if ``url`` is a router's."""
-    return HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
 
 
 class HTTPPort(Port):

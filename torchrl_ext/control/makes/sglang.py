@@ -54,9 +54,10 @@ from torchrl_ext.base.routes import CHANNEL, Flush, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
-from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
+from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies
 from torchrl_ext.control.makes.server_info import known_info, server_info
 from torchrl_ext.control.port import EngineState
+from torchrl_ext.control.serving.router import refuse_router
 
 __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
@@ -373,7 +374,7 @@ def sglang_engine(
         flush_timeout_s=flush_timeout_s,
     )
     settings.check(("abort", "retract", "in_place"), frozen="in_place")
-    http = session(url, api_key, timeout_s)
+    http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
     return Engine(partial(_find, http, settings), kind=SGLangPort.kind, url=http.url)
 
 

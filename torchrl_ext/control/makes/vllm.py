@@ -55,9 +55,10 @@ from torchrl_ext.base.routes import called, confirmed, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
-from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
+from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies
 from torchrl_ext.control.makes.server_info import known_info, server_info
 from torchrl_ext.control.port import EngineState, Port, restated
+from torchrl_ext.control.serving.router import refuse_router
 
 log = logging.getLogger("torchrl_ext")
 
@@ -315,7 +316,7 @@ def vllm_engine(
     """
     settings = Settings(pause_mode=pause_mode, keep_cache=keep_cache, load_timeout_s=load_timeout_s)
     settings.check(("abort", "wait", "keep"), frozen="keep")
-    http = session(url, api_key, timeout_s)
+    http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
     return Engine(partial(_find, kind, http, settings), kind=kind, url=http.url)
 
 
