@@ -410,18 +410,15 @@ class Schedule:
 
     def _load(self):
         clients, draw = {}, random.Random(self._draw.random())
-        with ExitStack() as ends:
-            while not self._stop.is_set():
-                with self._changing:
-                    urls = tuple(self._fleet_urls)
-                if not urls:
-                    self._stop.wait(0.05)
-                    continue
-                if urls not in clients:
-                    clients[urls] = ends.enter_context(
-                        InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
-                    )
-                self._ask(clients[urls], urls, draw)
+        while not self._stop.is_set():
+            with self._changing:
+                urls = tuple(self._fleet_urls)
+            if not urls:
+                self._stop.wait(0.05)
+                continue
+            if urls not in clients:
+                clients[urls] = InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
+            self._ask(clients[urls], urls, draw)
 
     def _ask(self, client, urls, draw):
         prompt = [draw.randrange(3, 64) for _ in range(draw.randint(3, 8))]

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
+    ConfigError,
     DeadlineError,
     EngineError,
     EngineRefusedError,
@@ -46,8 +47,6 @@ from torchrl_ext.control.port import (
     TAGS,
     EngineState,
     Port,
-    check_sleep,
-    check_wake,
     restated,
 )
 
@@ -378,9 +377,14 @@ class Engine(EngineClient):
             steps.resume()
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        wanted, steps = check_sleep(level, tags), Steps(self.port)
+        wanted = _known(tags)
+        if level not in (0, 1, 2):
+            raise ConfigError(f"there is no sleep of level {level}", expected="level 0, 1 or 2")
+        if level > 0 and "kv_cache" not in wanted:
+            raise ConfigError("weights sleep only together with the cache", expected="no tags, or ['kv_cache']")
+        steps = Steps(self.port)
         served = steps.pause("pause")
-        if not wanted:
+        if level == 0:
             return
         with steps.step(f"sleep at level {level}", undo=partial(steps.undo, served)):
             if level == 2 and "weights" in wanted and self.port.plugin:
@@ -388,7 +392,7 @@ class Engine(EngineClient):
             self.port.sleep(level, wanted)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        wanted, steps = check_wake(tags), Steps(self.port)
+        wanted, steps = _known(tags), Steps(self.port)
         with steps.step("wake up"):
             state = self.port.state()
             awake = wanted == TAGS or state.asleep <= wanted
@@ -428,6 +432,13 @@ class Engine(EngineClient):
 
 def _itself(port: Port) -> Port:
     return port
+
+
+def _known(tags: Collection[str] | None) -> frozenset[str]:
+    wanted = TAGS if tags is None else frozenset(tags)
+    if not wanted <= TAGS:
+        raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"tags from {', '.join(sorted(TAGS))}")
+    return wanted
 
 
 def _rehearse(joined: _Joined, steps: Steps, message: Rehearse) -> list[Info]:
