@@ -43,12 +43,7 @@ from torchrl_ext.base.messages import (
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.control.client import EngineClient, Update, nothing
-from torchrl_ext.control.port import (
-    TAGS,
-    EngineState,
-    Port,
-    restated,
-)
+from torchrl_ext.control.port import TAGS, EngineState, Port, ServesAdapters, no_adapters, restated
 
 __all__ = ["Engine", "EngineUpdate", "Steps"]
 
@@ -277,11 +272,17 @@ class Engine(EngineClient):
 
     def load_adapter(self, name: str, path: str) -> None:
         with Steps(self.port).step(f"serve adapter {name!r} from {path}"):
-            self.port.load_adapter(name, path)
+            self._adapters().load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
         with Steps(self.port).step(f"unload adapter {name!r}"):
-            self.port.unload_adapter(name)
+            self._adapters().unload_adapter(name)
+
+    def _adapters(self) -> ServesAdapters:
+        port = self.port
+        if not isinstance(port, ServesAdapters):
+            raise no_adapters(self.kind)
+        return port
 
     def inspect(self, question: Inspect) -> list[Info]:
         """Ask every worker about its environment (`torchrl_ext.sync.inspection`) and return at least one answer.

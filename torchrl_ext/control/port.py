@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError, code_of
 from torchrl_ext.base.messages import Message
 from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import EngineInfo, Info
 
-__all__ = ["TAGS", "EngineState", "Port", "named_tags", "restated"]
+__all__ = ["TAGS", "EngineState", "Port", "ServesAdapters", "named_tags", "restated"]
 
 TAGS = frozenset({"weights", "kv_cache"})
 """The parts of an engine that can release their memory."""
@@ -102,17 +102,16 @@ class Port(ABC):
         """Return log-probabilities as `torchrl_ext.EngineClient.logprobs` does."""
         raise no_logprobs(self.url, self.kind)
 
+
+@runtime_checkable
+class ServesAdapters(Protocol):
+    """A port of engines that serve LoRA adapters; see `torchrl_ext.EngineClient.load_adapter`."""
+
     def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter in directory ``path`` under ``name``; see `torchrl_ext.EngineClient.load_adapter`."""
-        raise ConfigError(
-            f"{self.kind} engines serve no LoRA adapters",
-            expected="a vLLM or an SGLang server",
-            hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
-        )
+        """Serve the adapter in directory ``path`` under ``name``."""
 
     def unload_adapter(self, name: str) -> None:
         """Serve no adapter under ``name`` any more."""
-        raise ConfigError(f"{self.kind} engines serve no LoRA adapters")
 
 
 def no_logprobs(url: str, kind: str) -> ConfigError:
@@ -120,6 +119,15 @@ def no_logprobs(url: str, kind: str) -> ConfigError:
     return ConfigError(
         f"{url}: this kind of engine ({kind}) computes no log-probabilities",
         hint="leave verify='outputs' out; to ask the engines of a fleet one at a time, use fleet.each()",
+    )
+
+
+def no_adapters(kind: str) -> ConfigError:
+    """Return the error of an engine that serves no adapters."""
+    return ConfigError(
+        f"{kind} engines serve no LoRA adapters",
+        expected="a vLLM or an SGLang server",
+        hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
     )
 
 

@@ -57,7 +57,7 @@ from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
 from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies
 from torchrl_ext.control.makes.server_info import known_info, server_info
-from torchrl_ext.control.port import EngineState, Port, restated
+from torchrl_ext.control.port import EngineState, no_adapters, restated
 from torchrl_ext.control.serving.router import refuse_router
 
 log = logging.getLogger("torchrl_ext")
@@ -275,7 +275,8 @@ class EmbeddedPort(VLLMPort):
     def paused(self) -> bool:
         return bool(merged(self.call(State())).get("paused"))
 
-    load_adapter, unload_adapter = Port.load_adapter, Port.unload_adapter
+    def adapters(self) -> dict[str, str]:
+        raise no_adapters(self.kind)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/prompt_logprobs", {"prompts": [prompt]}
