@@ -289,7 +289,6 @@ class Engine(EngineClient):
 
         Raises:
             EngineRefusedError: the engine lacks our plugin.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         answers = [found for found in self.port.call(question) if "torchrl_ext" in found and "host" in found]
         if not answers:
@@ -301,15 +300,11 @@ class Engine(EngineClient):
         return answers
 
     def paused(self) -> bool | None:
-        """Ask whether the engine is paused; None if it is never paused.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an unusable one.
-        """
+        """Ask whether the engine is paused; None if it is never paused."""
         return self.port.paused()
 
     def state(self) -> EngineState:
-        """Ask for the state of the engine's memory and weights; raises as `paused`."""
+        """Ask for the state of the engine's memory and weights."""
         return self.port.state()
 
     # the sender
@@ -321,7 +316,6 @@ class Engine(EngineClient):
             ConfigError: the engine would serve wrong weights with this client's settings.
             EngineRefusedError: the engine cannot use this transport, its model does not fit the parameters, or its
                 world size differs from the transport's. It keeps serving its earlier weights.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         message, before = Join.from_json(offer), self._joined
         with Steps(before.port).step("join the transport", state="the engine's weights and its pause are unchanged"):

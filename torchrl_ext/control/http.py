@@ -267,19 +267,11 @@ class HTTPSession:
         self._max_body_bytes, self._check = max_body_bytes, check
 
     def get(self, route: str, *, fields: Sequence[str] = (), **how: Any) -> Any:
-        """Call ``GET route`` with the arguments of `call`; return the JSON answer (``{}`` if it is empty).
-
-        Args:
-            fields: see `Answer.checked_json`.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError, ConfigError: as for `exchange`, and for
-                `Answer.checked_json`.
-        """
+        """Call ``GET route`` with the arguments of `call`; return `Answer.checked_json` of ``fields``."""
         return self.call("GET", route, **how).checked_json(*fields)
 
     def post(self, route: str, body: Any = None, *, fields: Sequence[str] = (), **how: Any) -> Any:
-        """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
+        """Call ``POST route`` with ``body`` as JSON, as `get` does."""
         return self.call("POST", route, body, **how).checked_json(*fields)
 
     def call(

@@ -6,7 +6,10 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 import psutil
@@ -14,7 +17,20 @@ import pytest
 
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.base.errors import DeadlineError, EngineError
-from torchrl_ext.control.serving.processes import GuardedProcess, free_port, wait_until_healthy
+from torchrl_ext.control.serving.processes import GuardedProcess, ServerSpec, free_port, wait_until_healthy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(ServerSpec):
+    """Runs a command, in which PORT stands for the port."""
+
+    name: ClassVar[str] = "toy"
+    module: ClassVar[str] = "sys"
+    words: Sequence[str]
+
+    def command(self, port):
+        return [word.replace("PORT", str(port)) for word in self.words]
+
 
 SERVER = textwrap.dedent(
     """
@@ -31,7 +47,6 @@ SERVER = textwrap.dedent(
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     """
 )
-NOWHERE = "http://127.0.0.1:1"
 STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
 """Its child has to be killed, for which it is given some seconds."""
 
@@ -44,9 +59,7 @@ def impatient(monkeypatch):
 @contextmanager
 def started(code, **settings):
     """A healthy server of this code at a port of its own; it prints without delay."""
-    port = free_port()
-    command = [sys.executable, "-u", "-c", code, str(port)]
-    with GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings) as server:
+    with GuardedProcess(Toy(words=[sys.executable, "-u", "-c", code, "PORT"], **settings)) as server:
         wait_until_healthy([server])
         yield server
 
@@ -88,16 +101,15 @@ def test_server_that_ends_while_starting_shows_its_log(tmp_path):
 def test_missing_program_or_log_folder_leaves_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match="/no/such/program"):
-        GuardedProcess(["/no/such/program"], name="toy", url=NOWHERE)
+        GuardedProcess(Toy(words=["/no/such/program"]))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        GuardedProcess(["true"], name="toy", url=NOWHERE, log_path=tmp_path / "nowhere" / "log")
+        GuardedProcess(Toy(words=["true"], log_path=tmp_path / "nowhere" / "log"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_server_that_is_never_healthy_is_late(tmp_path):
     command = ["sh", "-c", "echo $$; exec sleep 600"]
-    how = {"name": "toy", "url": NOWHERE, "log_path": tmp_path / "log", "start_timeout_s": 0.5}
-    with GuardedProcess(command, **how) as server:
+    with GuardedProcess(Toy(words=command, log_path=tmp_path / "log", start_timeout_s=0.5)) as server:
         late = pytest.raises(DeadlineError, match=rf"not healthy within 0\.5 s; its log ends with: {server.pid}")
         with late:
             wait_until_healthy([server])
@@ -134,9 +146,12 @@ def test_daemon_in_its_own_session_ends_with_its_server(tmp_path, how):
 FORKING = textwrap.dedent(
     """
     import os, signal, sys
-    from torchrl_ext.control.serving.processes import GuardedProcess, wait_until_healthy
-    port, code = sys.argv[1:]
-    server = GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+    from torchrl_ext.control.serving.processes import GuardedProcess, ServerSpec, wait_until_healthy
+    class Toy(ServerSpec):
+        name, module = "toy", "sys"
+        def command(self, port):
+            return [sys.executable, "-c", sys.argv[2], str(port)]
+    server = GuardedProcess(Toy(port=int(sys.argv[1])))
     wait_until_healthy([server])
     worker = os.fork()  # as a DataLoader does: it holds whatever we have open
     if not worker:
@@ -180,5 +195,5 @@ def test_a_server_ends_with_its_guard():
 def test_server_environment_has_given_variables_and_no_own_path():
     code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p])"
     command = [sys.executable, "-I", "-c", code]
-    with GuardedProcess(command, name="toy", url=NOWHERE, environ={"ASKED": "yes"}) as server:
+    with GuardedProcess(Toy(words=command, environ={"ASKED": "yes"})) as server:
         assert server.wait(WAIT_S) and server.log() == "yes []"

@@ -13,8 +13,8 @@ import pytest
 
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.control.serving.embedded import EmbeddedServer
-from torchrl_ext.control.serving.processes import usable_port
-from torchrl_ext.control.serving.server import RouterProcess, ServerSpec, start
+from torchrl_ext.control.serving.processes import ServerSpec, usable_port
+from torchrl_ext.control.serving.server import RouterProcess, start
 from torchrl_ext.control.serving.sglang import SGLangServer, SGLangSpec
 from torchrl_ext.control.serving.vllm import VLLMServer, VLLMSpec
 

@@ -113,7 +113,7 @@ class InferenceClient:
             settings: further arguments of the class.
 
         Raises:
-            ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as `torchrl_ext.discover`.
+            ConfigError, EngineError, DeadlineError: as `torchrl_ext.discover`.
         """
         found = discover(*addresses, api_key=api_key)
         return cls([info.url for info in found], kind=[info.kind for info in found], api_key=api_key, **settings)
@@ -200,8 +200,7 @@ class InferenceClient:
             until: deadline for all of them on the monotonic clock, in seconds.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError: every target failed a request, or one refused it.
-            DeadlineError: some generations did not finish in time; names the engines with requests in flight.
+            EngineError, DeadlineError: as for `generate`.
         """
         return await _on_the_loop(self._generations(requests, until))
 

@@ -32,6 +32,9 @@ _LOOK_S = 0.05
 class RouterClient:
     """Adds regular engines to one router and removes them.
 
+    Every method raises EngineUnreachableError, EngineRefusedError or DeadlineError if the router does not answer,
+    refuses, or does not do what it accepted in time.
+
     Args:
         url: base address of the router.
         api_key: sent as a bearer token; see `HTTPSession` for several.
@@ -50,45 +53,27 @@ class RouterClient:
         return self._http.url
 
     def workers(self) -> dict[str, str]:
-        """Return the engines that the router sends requests to, in its order: base address -> the router's name for it.
-
-        Raises:
-            EngineUnreachableError, DeadlineError: the router does not answer.
-            EngineRefusedError: the server is not a router.
-        """
+        """Return the engines that get requests, in the router's order: base address -> the router's name for it."""
         found = listed_workers(self._http)
         if found is None:
             raise EngineRefusedError(f"{self.url} lists no workers", expected="a router that answers GET /workers")
         return found
 
     def add(self, url: str) -> None:
-        """Make the router send requests to the engine at ``url``; do nothing if it already does.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError: the router does not answer, or refuses.
-            DeadlineError: the router does not answer, or does not list the engine, in time.
-        """
+        """Make the router send requests to the engine at ``url``; do nothing if it already does."""
         url = normalise_url(url)
         if self._find(url) is None:
             self._http.call("POST", "/workers", {"url": url, "worker_type": "regular"}).checked()
             self.expect([url])
 
     def expect(self, urls: Collection[str]) -> None:
-        """Wait until the router lists the engines at ``urls``: it accepts changes before it makes them.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
-        """
+        """Wait until the router lists the engines at ``urls``: it accepts changes before it makes them."""
         for url in urls:
             late = f"{self.url} did not list {url}"
             Deadline(self._timeout_s).poll(partial(self._find, url), late, longest_s=_LOOK_S)
 
     def remove(self, url: str) -> None:
-        """Make the router stop sending requests to the engine at ``url``; running requests continue.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
-        """
+        """Make the router stop sending requests to the engine at ``url``; running requests continue."""
         if known := self._find(url):
             self._http.call("DELETE", f"/workers/{quote(known, safe='')}").checked()
             late = f"{self.url} did not remove {url}"

@@ -90,11 +90,7 @@ class Routing:
 
     @classmethod
     def over(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> Routing:
-        """Discover the engines at ``addresses`` and put them behind a router.
-
-        Raises:
-            ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
-        """
+        """Discover the engines at ``addresses`` and put them behind a router; raises as `torchrl_ext.discover` does."""
         return cls(discover(*addresses, api_key=api_key), api_key=api_key, **settings)
 
     def client(self, **settings: Any) -> InferenceClient:

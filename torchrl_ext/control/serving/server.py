@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,79 +11,9 @@ from typing import Any, ClassVar
 from torchrl_ext.base.devices import accelerator
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.control.serving.processes import (
-    GuardedProcess,
-    free_port,
-    reachable,
-    stop_all,
-    usable_port,
-    wait_until_healthy,
-)
+from torchrl_ext.control.serving.processes import GuardedProcess, ServerSpec, free_port, stop_all, wait_until_healthy
 
-__all__ = ["EngineSpec", "RouterProcess", "RouterSpec", "ServerSpec", "as_flags", "check_pools", "launch", "start"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSpec(ABC):
-    """The settings that every kind of server has.
-
-    Attributes:
-        name: used in messages.
-        module: import name of the server's program.
-        installed: how to get the server, the hint of the error if it is missing.
-        health: route that answers 200 when the server is ready.
-        host: address to listen on.
-        port: 0 picks a free port.
-        environ: variables such as ``CUDA_VISIBLE_DEVICES``; they override `variables` and this process's own.
-        log_path: see `GuardedProcess`.
-        python: interpreter of an environment with the server; None uses this process's own.
-        plugin: whether our package is put on the server's path.
-        start_timeout_s: deadline of the start, in seconds.
-        extra_args: more arguments for the server.
-    """
-
-    name: ClassVar[str]
-    module: ClassVar[str]
-    installed: ClassVar[str] = "name an interpreter that has it: python=..."
-    health: ClassVar[str] = "/health"
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    environ: Mapping[str, str] = field(default_factory=dict)
-    log_path: str | Path | None = None
-    python: str | Path | None = None
-    plugin: bool = False
-    start_timeout_s: float = 300.0
-    extra_args: Sequence[str] = ()
-
-    @property
-    def interpreter(self) -> Path:
-        """The Python interpreter that runs the server."""
-        return Path(self.python or sys.executable)
-
-    def check(self) -> None:
-        """Check the settings before the start.
-
-        Raises:
-            ConfigError: the settings cannot work, or this environment lacks the server.
-        """
-        package = self.module.partition(".")[0]
-        if self.python is None and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"this environment has no {package}", state=f"no {self.name} was started", hint=self.installed
-            )
-
-    @abstractmethod
-    def command(self, port: int) -> list[str]:
-        """Return the program and its arguments."""
-
-    def private(self) -> dict[str, str]:
-        """Return the arguments that nobody else on the machine may read, for `GuardedProcess`."""
-        return {}
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables that the server needs, except ``PYTHONPATH`` for our plugin."""
-        return {}
+__all__ = ["EngineSpec", "RouterProcess", "RouterSpec", "as_flags", "check_pools", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,37 +100,13 @@ def _argument(flag: str, value: Any) -> list[str]:
     return [] if value is None else [f"--{flag}", *map(str, words)]
 
 
-def launch(spec: ServerSpec) -> GuardedProcess:
-    """Start a server as a child process, without a wait until it is healthy.
-
-    Raises:
-        ConfigError: the settings cannot work, the port is taken, or a package is missing.
-        EngineError, DeadlineError: as for `GuardedProcess`.
-    """
-    spec.check()
-    port = usable_port(spec.port, spec.host)
-    return GuardedProcess(
-        spec.command(port),
-        name=spec.name,
-        url=f"http://{reachable(spec.host)}:{port}",
-        environ={**spec.variables(), **spec.environ},
-        health=spec.health,
-        log_path=spec.log_path,
-        start_timeout_s=spec.start_timeout_s,
-        plugin=spec.plugin,
-        private=spec.private(),
-    )
-
-
 def start(spec: ServerSpec) -> GuardedProcess:
     """Start a server as a child process and wait until it is healthy.
 
     Raises:
-        ConfigError: as for `launch`.
-        EngineError: the server ended while starting; the message has the end of its log.
-        DeadlineError: the server was not healthy in time and was ended.
+        ConfigError, EngineError, DeadlineError: as for `GuardedProcess`, and for its `healthy`; the server was ended.
     """
-    server = launch(spec)
+    server = GuardedProcess(spec)
     try:
         wait_until_healthy([server])
     except BaseException:

@@ -31,7 +31,7 @@ from torchrl_ext.base.registry import engines
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.serving.processes import GuardedProcess, stop_all, wait_until_healthy
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import EngineSpec, check_pools, launch
+from torchrl_ext.control.serving.server import EngineSpec, check_pools
 
 __all__ = ["EnginePlan", "ModelPlan", "OwnedEngines", "Serving", "parse_plans", "read_plans"]
 
@@ -270,7 +270,7 @@ def OwnedEngines(
     serving = Serving()
     try:
         for name, spec in specs.items():
-            serving.engines[name] = launch(spec)
+            serving.engines[name] = GuardedProcess(spec)
         wait_until_healthy(serving.engines.values())
         for model in models:
             serving.models[model.name] = _routed(model, serving.engines, routers)
