@@ -1,6 +1,6 @@
 """A training job's models and engines: planned in a YAML file, started or found, and served behind routers.
 
-The keys and their resolution are those of the options ``--vllm-config`` and ``--sglang-config`` of the seeds::
+The keys and their resolution are those of vime's ``--vllm-config`` and slime's ``--sglang-config``::
 
     vllm:
       - name: actor
