@@ -280,6 +280,25 @@ def test_a_sender_says_only_what_an_engine_that_answers_holds(how, holds, traine
 
 
 @pytest.mark.parametrize("port", RESUME)
+def test_another_engine_that_resumes_did_not_take_the_version(port, trainers):
+    with running(port) as fake, running(port) as other:
+        engine = client(fake)
+        steps = prepared(engine, fake, "commit", trainers[0])
+        resume = engine.port.resume
+
+        def moved():  # the name means another engine now
+            engine.port.http = client(other).port.http
+            resume()
+
+        engine.port.resume = moved
+        with pytest.raises(EngineRefusedError, match=r"no sender has joined.*did not resume") as caught:
+            steps["commit"]()
+        assert other.serving and set(other.versions.values()) == {0}
+        assert not fake.serving and set(fake.versions.values()) == {NEXT}
+        assert [(row.state, row.version) for row in caught.value.rows] == [("unreachable", None)]
+
+
+@pytest.mark.parametrize("port", RESUME)
 def test_look_reports_the_state_that_the_engine_answers(port, trainers):
     with running(port) as fake:
         engine = client(fake)

@@ -35,6 +35,7 @@ from torchrl_ext.base.messages import (
     Rehearse,
     Reset,
     Start,
+    State,
     Verify,
     partial_version,
     replaced_by,
@@ -48,6 +49,7 @@ from torchrl_ext.control.port import TAGS, EngineState, Port, ServesAdapters, no
 __all__ = ["Engine", "EngineUpdate", "Steps"]
 
 _PART = "part of an update"
+_REPLACED = "another sender drives the engine; this call changed nothing"
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})
 
@@ -153,6 +155,7 @@ class Steps:
         state: str | None = None,
         undo: Callable[[], str] | None = None,
         holding: str | None = None,
+        replaced: str = _REPLACED,
     ) -> Iterator[None]:
         """Add the step and the engine's state to an error of the body, and the engine's row.
 
@@ -161,12 +164,13 @@ class Steps:
             state: the engine's state after a failure, as text.
             undo: instead of ``state``: restores the engine and returns its state as text.
             holding: instead of ``state``: what a paused engine holds after a failure.
+            replaced: the state after a refusal because another sender has joined, or none has since a new start.
         """
         try:
             yield
         except (EngineError, DeadlineError) as error:
             if code_of(error) == "replaced":  # no undo: the other sender may be in the middle of an update
-                state = "another sender drives the engine; this call changed nothing"
+                state = replaced
             elif undo is not None:
                 state = undo()
             elif isinstance(error, EngineUnreachableError):
@@ -508,11 +512,31 @@ class EngineUpdate(Update):
         self._engine._torn = False
         with steps.step(f"resume with version {version}", holding=f"version {version}, whole"):
             steps.wake(_KV, self._asleep)
+            before = steps.row
             steps.resume(version)
+        if self._joined.connection and self._joined.port.plugin:
+            self._refuse_stranger(before)
         return self.rows()
 
     def rows(self) -> tuple[EngineRow, ...]:
         return (self._steps.row,)
+
+    def _refuse_stranger(self, before: EngineRow) -> None:
+        """Raise an error unless the engine that answered the resume is the one that took the version.
+
+        It may have been started again since, or its name may mean another one.
+        """
+        url, version, steps = self._joined.port.url, self.version, self._steps
+        row, steps.row = steps.row, replace(before, state="unreachable")
+        with steps.step(
+            f"resume with version {version}",
+            state=f"{url} was asked to resume with version {version}, and does not say whether it is the engine that "
+            "took it",
+            replaced=f"{url} is not, or not any more, the engine that took version {version} from this sender: that "
+            "one has another sender now, was started again, or stays paused at another address",
+        ):
+            self._joined.call(State(connection=self._joined.connection))
+        steps.row = row
 
     def _refuse_unconfirmed(self, answers: Sequence[Info]) -> None:
         """Raise EngineRefusedError unless every worker says that it holds the version, as the trainer knows it.
