@@ -434,7 +434,6 @@ class FakeEngine(Faults):
         return {
             "GET /server_info": info,
             "GET /model_info": lambda asked: {"model_path": "/models/policy", "weight_version": self.label},
-            "GET /v1/loads": {"loads": [{"dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0}]},
             "GET /ready": lambda asked: (503 if self.paused else 200, ""),
             "OPTIONS /begin_weight_update": (405, ""),
             "POST /weights_checker": self._check,

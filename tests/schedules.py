@@ -238,7 +238,9 @@ class Schedule:
         own = {"root": self._folder / "root", "keyframe_every": self.settings["keyframe_every"]}
         own = own if self._name == "delta" else {"bucket_bytes": 1 << 12}
         mode = self.settings["pause_mode"]
-        self.fleet = tx.connect(*self._fleet_urls, timeout_s=FLEET_S, load_timeout_s=FLEET_S, pause_mode=mode)
+        self.fleet = tx.connect(
+            members=self._fleet_urls.copy, timeout_s=FLEET_S, load_timeout_s=FLEET_S, pause_mode=mode
+        )
         transport = tx.make_transport(self._name, timeout_s=FLEET_S, **own)
         self.sender = self._ends.enter_context(tx.WeightSender(transport, self.fleet))
         self.sender.register_model(self.policy.model)
@@ -306,7 +308,6 @@ class Schedule:
         life = self._start()
         with self._changing:
             self._fleet_urls.append(life.url)
-        self.fleet.add(life.url)
         return life
 
     def _remove(self, event):
@@ -315,7 +316,6 @@ class Schedule:
             return None
         with self._changing:
             self._fleet_urls.remove(life.url)
-        self.fleet.remove(life.url)
         self._note(f"  {life.url} leaves")
         if event["dies"]:
             self._end(life)
@@ -393,18 +393,15 @@ class Schedule:
 
     def _load(self):
         clients, draw = {}, random.Random(self._draw.random())
-        with ExitStack() as ends:
-            while not self._stop.is_set():
-                with self._changing:
-                    urls = tuple(self._fleet_urls)
-                if not urls:
-                    self._stop.wait(0.05)
-                    continue
-                if urls not in clients:
-                    clients[urls] = ends.enter_context(
-                        InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
-                    )
-                self._ask(clients[urls], urls, draw)
+        while not self._stop.is_set():
+            with self._changing:
+                urls = tuple(self._fleet_urls)
+            if not urls:
+                self._stop.wait(0.05)
+                continue
+            if urls not in clients:
+                clients[urls] = InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
+            self._ask(clients[urls], urls, draw)
 
     def _ask(self, client, urls, draw):
         prompt = [draw.randrange(3, 64) for _ in range(draw.randint(3, 8))]

@@ -106,7 +106,6 @@ CLOSED = {**UNSEEN, "remedy": "name it in TORCHRL_EXT_ROOTS where the engine is 
     [
         ({"get_server_info": GONE}, "routes", "failure", "VLLM_SERVER_DEV_MODE=1"),
         ({"get_server_info": (401, {"error": "no"})}, "routes", "failure", "api_key"),
-        (of_vllm(load_config={"load_format": "ipc_cache"}), "plugin", "failure", "--load-format"),
         (of_vllm(additional_config={}, load_config={"load_format": "dummy"}), "plugin", "failure", "VLLM_PLUGINS"),
         ({"get_server_info": (200, EMBEDDED)}, "plugin", "failure", "transport 'delta'"),
         (answering(torchrl_ext="0.0.1"), "versions", "warning", "0.0.1"),

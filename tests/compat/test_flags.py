@@ -126,7 +126,7 @@ def test_external_engines_are_registered_with_given_router(tmp_path):
         )
         with make_serving(config) as serving:
             assert serving.model("default").url == router.url
-            assert [worker.url for worker in RouterClient(router.url).workers()] == [engine.url]
+            assert [*RouterClient(router.url).workers()] == [engine.url]
         assert engine.alive() and router.alive()
 
 

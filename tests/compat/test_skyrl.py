@@ -31,9 +31,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    client = made(server)
-    yield client
-    client.close()
+    return made(server)
 
 
 def test_each_engine_is_told_the_rank_of_its_first_worker():
@@ -46,7 +44,6 @@ def test_each_engine_is_told_the_rank_of_its_first_worker():
         with pytest.raises(EngineError, match="an update is open") as caught:
             client.run(client.start_weight_update())
         assert [row.engine for row in caught.value.rows] == [second.url] and caught.value.rows[0].error
-        client.close()
 
 
 def test_pauses_and_sleeps_reach_vllm_as_it_reads_them(server, client):
@@ -81,7 +78,6 @@ def test_weight_update_steps_reach_the_server_unchanged(server, client):
         ("POST /update_weights", {"update_info": {"names": ["w"]}}),
         ("POST /finish_weight_update", {"weight_version": "3"}),
     ]
-    there.close()
 
 
 def answer(asked):
@@ -127,7 +123,6 @@ def test_chats_and_completions_pass_the_router_unchanged(server):
         server.answers[f"POST /{route}"] = (400, {"detail": "too long"})
         with pytest.raises(EngineRefusedError, match="400: too long"):
             client.run(call({"json": {}}))
-    client.close()
 
 
 def test_invalid_input_or_settings_are_refused_before_a_request(server, client, monkeypatch):

@@ -70,13 +70,11 @@ def _running(server):
 
 
 @contextmanager
-def serving(answer, *, tls=None):
+def serving(answer):
     """A server whose ``answer`` takes a call and returns status, body (JSON, text, bytes, or a function that
     yields pieces) and perhaps headers. It has ``calls`` (method, path, body) and their ``keys``."""
     server = Listening(("127.0.0.1", 0), Handler)
     server.answer, server.calls, server.keys = answer, [], []
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
     with _running(server):
         server.url = f"http://127.0.0.1:{server.port}"
         yield server

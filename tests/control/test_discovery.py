@@ -99,8 +99,8 @@ def test_discovery_of_all_engines_has_one_deadline():
         scripted({"/server_info": (200, FLAT)}) as well,
     ):
         urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", slow.url, slow_at_last.url]
-        for late, question in zip(urls, ("/workers", "/server_info", "/model_info"), strict=True):
-            with pytest.raises(DeadlineError, match=late + question):
+        for late in urls:
+            with pytest.raises(DeadlineError, match=late):
                 tx.discover(well.url, late, timeout_s=0.5)
 
 
@@ -197,7 +197,7 @@ def test_an_answer_with_any_fields_is_described_or_refused(data):
     except EngineRefusedError as error:
         assert "http://host:1" in str(error)
     else:
-        assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
+        assert found.info.world_size >= 1 and isinstance(found.kv_connector, str)
 
 
 def test_an_engine_of_a_make_that_nobody_brought_is_refused():

@@ -6,7 +6,6 @@ whose weights were touched stays paused until they are whole, and the next good 
 
 import re
 import threading
-import time
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -16,7 +15,6 @@ import torchrl_ext as tx
 from tests.control.engines import PORTS, Trainer, client, running, weights
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.control.fleet import Fleet
 
 FIRST, NEXT, RIVAL = 1, 2, 7
 UPDATE = ("connect", "prefetch", "begin", "load", "verify", "commit")
@@ -245,22 +243,6 @@ def test_settings_that_cannot_work_are_refused(kind, settings, words):
     where = {"engine": weights(0)} if kind == "inprocess" else {"url": "host:1"}
     with pytest.raises(ConfigError, match=words):
         tx.make_engine(kind, **where, **settings)
-
-
-def test_decode_engines_resume_after_prefill_engines(trainers):
-    """Else they could take keys and values of the old weights from them."""
-    with running("sglang") as decode, running("sglang") as prefill:
-        order = []
-        for fake, role in ((decode, "decode"), (prefill, "prefill")):
-            fake.answers["GET /server_info"] = 200, {"model_path": "/models/policy", "disaggregation_mode": role}
-            late_s = 0.2 if role == "prefill" else 0.0  # the other one has every chance to be first
-            note = partial(lambda role, late_s: (time.sleep(late_s), order.append(role)), role, late_s)
-            fake.inject("pass", "POST /continue_generation", first=note)
-        pool = Fleet([client(decode), client(prefill)])
-        pool.members()
-        trainers[0].update(pool, NEXT)
-        assert order == ["prefill", "decode"] and decode.serving and prefill.serving
-        pool.close()
 
 
 RESUME = {"vllm": "POST /resume", "embedded": "POST /resume", "sglang": "POST /continue_generation"}

@@ -57,7 +57,8 @@ def test_colocated_steps_work_from_separate_clients(server, http):
     def answered(status):
         return {server.url: {"status": 200, "body": {"status": status}}}
 
-    with sending(server.url) as sender, InferenceClient(server.url, timeout_s=60) as requests:
+    requests = InferenceClient(server.url, timeout_s=60)
+    with sending(server.url) as sender:
         for seed in (4, 5):
             assert client.run(client.sleep(level=2)) == answered("paused")
             with pytest.raises(EngineError, match="holds no weights"):
@@ -68,7 +69,6 @@ def test_colocated_steps_work_from_separate_clients(server, http):
             assert client.run(client.wake_up(tags=["kv_cache"])) == answered("serving")
             (found,) = requests.generate([PROMPT], max_tokens=32, temperature=0.0)
             assert list(found.token_ids) == greedy(tiny_model(seed))
-    client.close()
 
 
 def test_an_update_of_only_some_weights_does_not_wake_it(server, http, tmp_path):

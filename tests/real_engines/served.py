@@ -70,8 +70,8 @@ def spec_of(kind, checkpoint=".", **settings):
 def with_routers():
     """Let routers of this process that name no interpreter run in the environments of the command line."""
 
-    def started(*given, kind="vllm", make=None, **settings):
-        return RouterProcess(*given, kind=kind, make=make, **{**settings_for_router(make or kind), **settings})
+    def started(*given, kind="vllm", **settings):
+        return RouterProcess(*given, kind=kind, **{**settings_for_router(kind), **settings})
 
     routing.RouterProcess = started
 
@@ -165,7 +165,7 @@ class ServedSGLang(Served):
         return self.http.call("GET", "/ready").status == 503
 
     def running(self):
-        return sum(row["running"] for row in tx.make_engine("sglang", url=self.url).port.loads())
+        return sum(row["num_running_reqs"] for row in self.http.get("/v1/loads")["loads"])
 
 
 def by_route(served, path, expected=200, **body):

@@ -34,4 +34,3 @@ def test_repeated_prompt_without_flush_uses_no_old_cache(kind, request, tmp_path
         assert gap(client, new) > 10 * NATS, "old keys and values answer who names no version"
         assert gap(client, new, cache_versions=[before]) > 10 * NATS, "a conversation goes on with those of its own"
         assert gap(client, new, cache_versions=[version]) < NATS
-    client.close()

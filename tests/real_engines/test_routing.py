@@ -40,7 +40,7 @@ def fleet(request, behind):
 @pytest.fixture(scope="module")
 def routing(behind, fleet):
     urls = [served.url for served in fleet]
-    with Routing.over(*urls, make=behind, **settings_for_router(behind)) as made:
+    with Routing.over(*urls, **settings_for_router(behind)) as made:
         yield made
 
 
@@ -61,7 +61,6 @@ def client(routing, now):
     )
     yield made
     made.run(made.resume())
-    made.close()
 
 
 behind_vllm = pytest.mark.parametrize("behind", ["vllm"], indirect=True)

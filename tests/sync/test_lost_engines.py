@@ -69,12 +69,13 @@ def test_killed_engine_is_reported_and_catches_up_on_restart(name, point, server
 
 @pytest.mark.parametrize("name", ["delta", "collective"])
 def test_engine_killed_while_joining_does_not_block_the_others(name, server, checkpoint, tmp_path):
-    policy, fleet = tiny_model(seed=1), Fleet([tx.make_engine("embedded", url=server.url)])
+    policy, listed = tiny_model(seed=1), [tx.make_engine("embedded", url=server.url)]
+    fleet = Fleet(listed, members=lambda: listed)
     sender = tx.WeightSender(made(name, tmp_path / "root", timeout_s=20), fleet)
     with EmbeddedServer(checkpoint, dtype="float32") as lost, sender:
         sender.update_weights(policy)
         step(policy, 4)
-        fleet.add(doomed(lost, "join"))
+        listed.append(doomed(lost, "join"))
         with pytest.raises(UpdateError, match=lost.url) as told:
             sender.update_weights(policy)
         assert [row.state for row in told.value.rows] == ["serving", "unreachable"]

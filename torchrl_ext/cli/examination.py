@@ -108,8 +108,7 @@ def examine(trainer: Trainer, address: str) -> tuple[EngineInfo | None, list[Fin
         workers = listed_workers(http)
         if workers is not None:
             found = f"a router with {len(workers)} worker(s): it passes each control call to just one of them"
-            known = " ".join(worker.url for worker in workers) or "it has none yet"
-            remedy = f"give the engines' own addresses: {known}"
+            remedy = f"give the engines' own addresses: {' '.join(workers) or 'it has none yet'}"
             return None, [failure("router", found, "the address of an engine", remedy)]
         (info,) = discover(http.url, **access)
     except EngineRefusedError as error:
@@ -136,7 +135,7 @@ def _checked(trainer: Trainer, http: HTTPSession, info: EngineInfo) -> Iterator[
     except (ConfigError, EngineRefusedError, DeadlineError) as error:
         refusal = error
     yield _routes(info, http)
-    yield _plugin(info, facts.is_guest, trainer.transport)
+    yield _plugin(info, trainer.transport)
     if refusal is not None and not info.stock:
         yield warning("plugin", refusal.what, "workers with torchrl_ext", refusal.hint or "")
     with contextlib.suppress(EngineRefusedError):  # it cannot say
@@ -163,11 +162,8 @@ def _routes(info: EngineInfo, http: HTTPSession) -> Finding:
     return failure("routes", f"lacks {', '.join(missing)}", "every route of a weight update", remedy)
 
 
-def _plugin(info: EngineInfo, is_guest: bool, wanted: str | None) -> Finding:
+def _plugin(info: EngineInfo, wanted: str | None) -> Finding:
     names, remedy = ", ".join(info.transports), _PLUGIN.get(info.kind, "use another transport")
-    if is_guest:
-        found = "maps a daemon's weights (--load-format ipc_cache), so an update would also change other engines"
-        return failure("plugin", found, "an engine with weights of its own", "start it with another --load-format")
     if not names:
         return failure("plugin", "follows by no transport", "our plugin, or weights from files", remedy)
     if wanted is not None and wanted not in info.transports:

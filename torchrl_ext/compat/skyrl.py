@@ -104,11 +104,6 @@ class RemoteInferenceClient:
         """Await a call, ``client.run(client.pause())``; ConfigError in a coroutine that `run` awaits: a deadlock."""
         return run(call)
 
-    def close(self) -> None:
-        """Close the connections; pending requests fail. May be called twice; a later call connects again."""
-        self._requests.close()
-        self._text.close()
-
     def __reduce__(self) -> tuple[Any, ...]:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return functools.partial(type(self), **given), ()

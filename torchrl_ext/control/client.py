@@ -110,6 +110,9 @@ class Update(ABC):
 class EngineClient(ABC):
     """Drives one engine, or a fleet; what an update knows lives in its `Update`, so any thread may ask anything.
 
+    Every call raises EngineUnreachableError, EngineRefusedError or DeadlineError if the engine gives no answer, or an
+    unusable one, or is late. A fleet's EngineError has a row per engine that failed.
+
     Example:
         >>> engine = tx.connect(address)
         >>> [(one.kind, one.info().world_size) for one in engine.each()]
@@ -128,11 +131,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def info(self) -> EngineInfo:
-        """Ask the engine for its kind, model, version and sizes.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError: the engine gives no answer, or an unusable one.
-        """
+        """Ask the engine for its kind, model, version and sizes."""
 
     def members(self) -> tuple[str, ...]:
         """Return the addresses of the engines that take part in the next update."""
@@ -205,7 +204,6 @@ class EngineClient(ABC):
 
         Raises:
             ConfigError: this kind of engine computes no log-probabilities.
-            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an incomplete one.
         """
         raise no_logprobs(self.url, self.kind)
 
@@ -219,18 +217,12 @@ class EngineClient(ABC):
 
         Raises:
             ConfigError: this kind of engine serves no adapters.
-            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine did not load it; the error says what
-                it serves under ``name`` now, if that is known.
+            EngineRefusedError: the engine did not load it; the error says what it serves under ``name`` now.
         """
 
     @abstractmethod
     def unload_adapter(self, name: str) -> None:
-        """Serve no adapter under ``name`` any more; SGLang loads it again for a request that names it.
-
-        Raises:
-            ConfigError: this kind of engine serves no adapters.
-            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `load_adapter`.
-        """
+        """Serve no adapter under ``name`` any more; SGLang loads it again for a request that names it."""
 
     @abstractmethod
     def pause(self) -> bool:

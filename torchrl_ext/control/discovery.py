@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -37,17 +37,18 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = Non
         DeadlineError: an engine did not answer in time.
         EngineError: several addresses fail for different reasons. Every error's message names all failed addresses.
     """
-    until = time.monotonic() + timeout_s
     how: dict[str, Any] = {"timeout_s": timeout_s, "api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
 
     def ask(url: str) -> EngineInfo | WeightSyncError:
         try:
-            return _describe(HTTPSession(url, until=until, check=refuse_router, **how))
+            return _describe(HTTPSession(url, check=refuse_router, **how))
         except (EngineError, DeadlineError) as error:
             return error
 
-    jobs = [in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)]
-    answers = [job.result() for job in jobs]
+    jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
+    wait(jobs.values(), timeout_s)
+    late = f"did not describe itself within {timeout_s:g} s"
+    answers = [job.result() if job.done() else DeadlineError(f"{url} {late}") for url, job in jobs.items()]
     failed = [answer for answer in answers if isinstance(answer, WeightSyncError)]
     if len(failed) == 1:
         raise failed[0]
@@ -135,6 +136,6 @@ def as_engine(engine: Any) -> EngineClient | None:
     if isinstance(engine, Sequence) and engine:
         if all(isinstance(one, str) for one in engine):
             return connect(*engine)
-        return Fleet([client for client in map(as_engine, engine) if client is not None], make=_client_of)
+        return Fleet([client for client in map(as_engine, engine) if client is not None])
     elsewhere = is_torchrl(engine, "RLvLLMEngine") and not is_torchrl(engine, "LocalLLMWrapper")
     return engines.make("ray" if elsewhere and "ray" in engines.names() else "inprocess", engine=engine)

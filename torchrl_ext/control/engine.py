@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
+    ConfigError,
     DeadlineError,
     EngineError,
     EngineRefusedError,
@@ -43,16 +44,7 @@ from torchrl_ext.base.messages import (
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
 from torchrl_ext.control.client import EngineClient, Update, nothing
-from torchrl_ext.control.port import (
-    TAGS,
-    EngineState,
-    Port,
-    ServesAdapters,
-    check_sleep,
-    check_wake,
-    no_adapters,
-    restated,
-)
+from torchrl_ext.control.port import TAGS, EngineState, Port, ServesAdapters, no_adapters, restated
 
 __all__ = ["Engine", "EngineUpdate", "Steps"]
 
@@ -209,13 +201,11 @@ class _Joined:
     Attributes:
         port: the port that suited the server then.
         connection: id of the sender's connection; "" before the first join.
-        workers: number of workers that have to confirm a version.
         rehearsed, proof: what `Engine.rehearse` found.
     """
 
     port: Port
     connection: str = ""
-    workers: int = 1
     rehearsed: tuple[Info, ...] = ()
     proof: str = "sent"
 
@@ -303,7 +293,6 @@ class Engine(EngineClient):
 
         Raises:
             EngineRefusedError: the engine lacks our plugin.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         answers = [found for found in self.port.call(question) if "torchrl_ext" in found and "host" in found]
         if not answers:
@@ -315,15 +304,11 @@ class Engine(EngineClient):
         return answers
 
     def paused(self) -> bool | None:
-        """Ask whether the engine is paused; None if it is never paused.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an unusable one.
-        """
+        """Ask whether the engine is paused; None if it is never paused."""
         return self.port.paused()
 
     def state(self) -> EngineState:
-        """Ask for the state of the engine's memory and weights; raises as `paused`."""
+        """Ask for the state of the engine's memory and weights."""
         return self.port.state()
 
     # the sender
@@ -335,16 +320,13 @@ class Engine(EngineClient):
             ConfigError: the engine would serve wrong weights with this client's settings.
             EngineRefusedError: the engine cannot use this transport, its model does not fit the parameters, or its
                 world size differs from the transport's. It keeps serving its earlier weights.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         message, before = Join.from_json(offer), self._joined
         with Steps(before.port).step("join the transport", state="the engine's weights and its pause are unchanged"):
             if not before.port.plugin:
                 before.port.call(Leave(connection=before.connection))  # it may be in a group of an earlier transport
             port = self._find()
-            info = port.describe()
-            workers = max(1, info.world_size // max(1, info.dp_size))  # another process may serve each replica
-            self._now = joined = _Joined(port=port, connection=message.connection, workers=workers)
+            self._now = joined = _Joined(port=port, connection=message.connection)
             joined.call(message)
             joined.wait("join the transport")
 
@@ -394,9 +376,14 @@ class Engine(EngineClient):
             steps.resume()
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        wanted, steps = check_sleep(level, tags), Steps(self.port)
+        wanted = _known(tags)
+        if level not in (0, 1, 2):
+            raise ConfigError(f"there is no sleep of level {level}", expected="level 0, 1 or 2")
+        if level > 0 and "kv_cache" not in wanted:
+            raise ConfigError("weights sleep only together with the cache", expected="no tags, or ['kv_cache']")
+        steps = Steps(self.port)
         served = steps.pause("pause")
-        if not wanted:
+        if level == 0:
             return
         with steps.step(f"sleep at level {level}", undo=partial(steps.undo, served)):
             if level == 2 and "weights" in wanted and self.port.plugin:
@@ -404,7 +391,7 @@ class Engine(EngineClient):
             self.port.sleep(level, wanted)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        wanted, steps = check_wake(tags), Steps(self.port)
+        wanted, steps = _known(tags), Steps(self.port)
         with steps.step("wake up"):
             state = self.port.state()
             awake = wanted == TAGS or state.asleep <= wanted
@@ -444,6 +431,13 @@ class Engine(EngineClient):
 
 def _itself(port: Port) -> Port:
     return port
+
+
+def _known(tags: Collection[str] | None) -> frozenset[str]:
+    wanted = TAGS if tags is None else frozenset(tags)
+    if not wanted <= TAGS:
+        raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"tags from {', '.join(sorted(TAGS))}")
+    return wanted
 
 
 def _rehearse(joined: _Joined, steps: Steps, message: Rehearse) -> list[Info]:
@@ -553,9 +547,9 @@ class EngineUpdate(Update):
         joined, url = self._joined, self._joined.port.url
         wanted = {"version": self.version, **({"digest": self._digest} if self._digest else {})}
         others = [one for one in answers if any(one.get(name) != value for name, value in wanted.items())]
-        if joined.port.plugin and (others or sum(one.get("workers", 1) for one in answers) < joined.workers):
+        if joined.port.plugin and (others or not answers):
             raise EngineRefusedError(
                 f"{url} does not confirm version {self.version}: it answers {reprlib.repr(others or [*answers])}",
-                expected=f"{wanted} of {joined.workers} worker(s)",
+                expected=f"{wanted} of every worker",
                 hint="check that nothing between trainer and engine answers in the engine's place; send again",
             )

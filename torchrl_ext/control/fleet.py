@@ -31,19 +31,16 @@ class Fleet(EngineClient):
     An engine that does not answer at all is lost: the others continue without it, and it rejoins at the first update
     before which it answers again.
 
-    `add` and `remove`, or ``members``, decide who takes part in the next update; a running one goes on with the engines
-    that it began with.
-
     Args:
         engines: the clients, at least one unless there is ``members``; their order decides rank offsets 1, 1 + w0, 1 +
             w0 + w1, ... A nested fleet is replaced by its members.
         members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
-            it raises, nothing changes.
-        make: takes an address, and returns a client for the engine that is added; None refuses addresses.
+            it raises, nothing changes. An engine that is new takes part once it answers; a running update goes on with
+            the engines that it began with.
+        make: takes an address that ``members`` returned, and returns a client.
 
     Attributes:
         engines: the clients.
-        decoding: those that decode what prefill engines began.
 
     Raises:
         ConfigError: no engine, or a repeated address.
@@ -66,94 +63,68 @@ class Fleet(EngineClient):
         if not (flat or members):
             raise ConfigError("a fleet needs an engine", expected="at least one, or members")
         self.engines = tuple(flat)
-        self._wanted: dict[str, EngineClient | str] = dict(zip(urls, flat, strict=True))
         self._source, self._make = members, make or _refused
-        self._meeting: dict[str, Future[EngineClient]] = {}
+        self._jobs: dict[str, Future[EngineClient]] = {}  # questions that are not answered yet, by address
         self._problems: dict[str, str] = {}  # why a wanted engine, or the function that lists them, is missing
-        self._met = False
         self._missing: dict[EngineClient, Exception] = {}  # lost engines, and why they are
-        self._doubted: set[EngineClient] = set()  # the next `members` probes them
-        self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
-        self._probes: dict[EngineClient, Future[EngineInfo]] = {}
-        self.decoding: set[EngineClient] = set()
+        self._doubted = set(flat)  # the next `members` probes them
+        self.reported: set[EngineClient] = set()  # engines that an error has already named since they last served
 
     @property
     def url(self) -> str:
         return ", ".join(engine.url for engine in self.engines) or "a fleet without engines"
 
-    def add(self, *engines: EngineClient | str) -> None:
-        """Add engines (clients or addresses); each takes part from the first update before which it answers.
-
-        Any thread may call it at any time. Nothing happens for engines that are in the fleet.
-
-        Raises:
-            ConfigError: an address is invalid, or the fleet was made without ``make`` and takes clients only; or a
-                function decides who takes part.
-        """
-        self._refuse_change()
-        for one in engines if self._make is _refused else ():
-            if isinstance(one, str):
-                _refused(one)
-        for one in _flat(engines):
-            self._wanted.setdefault(_name(one), one)
-
-    def remove(self, *engines: EngineClient | str) -> None:
-        """Remove engines; the next update leaves them out, and closes their connections.
-
-        Any thread may call it at any time. Nothing happens for engines that are not in the fleet.
-
-        Raises:
-            ConfigError: a function decides who takes part.
-        """
-        self._refuse_change()
-        for one in _flat(engines):
-            self._wanted.pop(one if one in self._wanted else _name(one), None)
-
-    def _refuse_change(self) -> None:
-        if self._source is not None:
-            raise ConfigError("members= decides who takes part in this fleet", hint="change what it returns")
-
     def reconcile(self, timeout_s: float) -> None:
-        """Make the list of engines effective, as each update does; wait ``timeout_s`` seconds for new engines."""
+        """Ask the function who takes part, as each update does; wait ``timeout_s`` seconds for new engines."""
+        if self._source is None:
+            return
         reported, self._problems = self._problems, {}
-        if self._source is not None:
-            try:
-                self._wanted = {_name(one): one for one in self._source()}
-            except Exception as error:  # noqa: BLE001 - whoever it is that lists engines, the fleet goes on
-                self._problems["the function that lists members"] = why(error)
-        wanted, here = dict(self._wanted), {engine.url: engine for engine in self.engines}
-        known, jobs = dict[str, EngineClient](), dict[str, Future[EngineClient]]()
-        for url, one in wanted.items():
-            if url in here and (isinstance(one, str) or self._source is not None or one is here[url]):
-                known[url] = here[url]
-                continue
-            job = self._meeting.get(url)
-            if job is None or (job.done() and job.exception() is not None):
-                job = self._meeting[url] = in_thread(partial(self._meet, one), f"meet {url}")
-            jobs[url] = job
-        wait(jobs.values(), timeout_s)
-        for url, job in jobs.items():
-            missed = job.exception() if job.done() else DeadlineError("it has not answered yet")
-            if missed is None:
-                known[url] = job.result()
-                self._meeting.pop(url, None)
+        known = {engine.url: engine for engine in self.engines}
+        try:
+            wanted = {_name(one): one for one in self._source()}
+        except Exception as error:  # noqa: BLE001 - whoever it is that lists engines, the fleet goes on
+            self._problems["the function that lists members"] = why(error)
+            wanted = {**known}
+        answers = self._asked({url: one for url, one in wanted.items() if url not in known}, timeout_s)
+        for url in wanted.keys() - known.keys():
+            found = answers.get(url) or DeadlineError("it has not answered yet")
+            if isinstance(found, EngineClient):
+                known[url] = found
             else:
-                self._problems[url] = why(missed)
+                self._problems[url] = why(found)
         for name in self._problems.keys() - reported.keys():
             log.warning("%s changes nothing yet, and is tried again before each update: %s", name, self._problems[name])
         before, self.engines = self.engines, tuple(known[url] for url in wanted if url in known)
         for engine in set(before) - set(self.engines):
             log.warning("engine %s has left the fleet", engine.url)
             self._missing.pop(engine, None)
-            self._probes.pop(engine, None)
-            self.decoding.discard(engine)
+            self._jobs.pop(engine.url, None)
             self._doubted.discard(engine)
             in_thread(engine.close, f"close {engine.url}")
 
-    def _meet(self, one: EngineClient | str) -> EngineClient:
-        client = self._make(one) if isinstance(one, str) else one
-        client.info()
-        return client
+    def _asked(
+        self, engines: Mapping[str, EngineClient | str], timeout_s: float | None
+    ) -> dict[str, EngineClient | BaseException]:
+        """Ask engines, by address, to describe themselves; return the clients, or the errors, of those that answered.
+
+        One that is late is not asked again: its answer counts the next time.
+        """
+
+        def ask(one: EngineClient | str) -> EngineClient:
+            client = self._make(one) if isinstance(one, str) else one
+            client.info()
+            return client
+
+        jobs, found = {}, dict[str, EngineClient | BaseException]()
+        for url, one in engines.items():  # another thread may ask at the same time
+            job = self._jobs.get(url) or self._jobs.setdefault(url, in_thread(partial(ask, one), f"ask {url}"))
+            jobs[url] = job
+        wait(jobs.values(), timeout_s)
+        for url, job in jobs.items():
+            if job.done():
+                found[url] = job.exception() or job.result()
+                self._jobs.pop(url, None)
+        return found
 
     def members(self) -> tuple[str, ...]:
         """Reconcile the fleet; probe failed and lost engines; return the addresses that take part in the next update.
@@ -165,12 +136,13 @@ class Fleet(EngineClient):
         if not self.engines:
             raise self._nobody()
         lost, engines = self.lost(), self.engines
-        doubted = engines if not self._met else {*lost, *self._doubted}
-        suspects = [engine for engine in engines if engine in doubted]
-        silent = self._silent(suspects)
+        suspects = [engine for engine in engines if engine in lost or engine in self._doubted]
+        answers = self._asked({engine.url: engine for engine in suspects if engine not in lost}, None)
+        answers |= self._asked({engine.url: engine for engine in suspects if engine in lost}, _PROBE_S)
+        said = {engine: answers.get(engine.url, lost.get(engine)) for engine in suspects}
+        silent = {engine: error for engine, error in said.items() if isinstance(error, Exception)}
         if len(silent) == len(engines):
             raise self.missed("no engine of the fleet answered", {**lost, **silent})
-        self._met = True
         self._doubted.difference_update(suspects)
         for engine in suspects:
             if engine in silent:
@@ -178,16 +150,12 @@ class Fleet(EngineClient):
             elif engine in lost:
                 log.warning("engine %s is back", engine.url)
                 self._missing.pop(engine, None)
-        self._reported &= self.lost().keys()
+        self.reported &= self.lost().keys()
         return tuple(engine.url for engine in self.each())
 
     def doubt(self, engines: Iterable[EngineClient]) -> None:
         """Have the next `members` probe ``engines``, which failed a step."""
         self._doubted.update(engines)
-
-    def report(self, engines: Iterable[EngineClient]) -> None:
-        """Note that an error names ``engines``, so that the next update that goes on without them raises none."""
-        self._reported.update(engines)
 
     def lose(self, engine: EngineClient, error: Exception) -> None:
         """Continue without ``engine`` until it answers a probe of `members`."""
@@ -232,7 +200,6 @@ class Fleet(EngineClient):
 
     def join(self, offer: Info, on_failure: Callable[[], None] = nothing) -> None:
         described, first, offsets = self._described(), offer.get("rank_offset", 1), {}
-        self.decoding.update(engine for engine, one in described.items() if one.worker_type == "decode")
         for engine, one in described.items():
             offsets[engine] = first
             first += one.world_size
@@ -265,23 +232,7 @@ class Fleet(EngineClient):
         self.everywhere(what, lambda engine: engine.unload_adapter(name), among=self.engines)
 
     def pause(self) -> bool:
-        """See `EngineClient.pause`. If one engine fails to pause, the engines that served before are resumed.
-
-        Raises:
-            EngineError: an engine did not pause; has a row per engine.
-        """
-        engines = self.each()
-        served, unpaused = _fan_out({engine: engine.pause for engine in engines})
-        if unpaused:
-            _, still = _fan_out({engine: engine.resume for engine in served if served[engine]})
-            except_for = ", ".join(engine.url for engine in still)
-            raise self._error(
-                {**still, **unpaused},
-                f"{len(unpaused)} of {len(engines)} engines did not pause",
-                "engines that had paused were asked to resume and report that they serve"
-                + (f", except {except_for}" if except_for else ""),
-            )
-        return any(served.values())
+        return any(self.everywhere("pause", lambda engine: engine.pause()))
 
     def resume(self) -> None:
         self.everywhere("resume", lambda engine: engine.resume())
@@ -332,38 +283,18 @@ class Fleet(EngineClient):
         found = ((engine, self._missing.get(engine)) for engine in self.engines)
         return {engine: error for engine, error in found if error is not None}
 
-    def _silent(self, engines: Sequence[EngineClient]) -> dict[EngineClient, Exception]:
-        """Return the engines that do not answer, and why. A lost one gets `_PROBE_S`; later answers count next time."""
-        probes = {}
-        for engine in engines:  # another thread may ask at the same time
-            probes[engine] = self._probes.get(engine) or self._probes.setdefault(
-                engine, in_thread(engine.info, f"probe {engine.url}")
-            )
-        silent, lost = {}, self.lost()
-        wait([probes[engine] for engine in engines if engine in lost], _PROBE_S)
-        for engine in engines:
-            if engine in lost and not probes[engine].done():
-                silent[engine] = lost[engine]
-                continue
-            self._probes.pop(engine, None)
-            try:
-                probes[engine].result()
-            except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
-                silent[engine] = error
-        return silent
-
     def _nobody(self) -> EngineError:
         return EngineError(
             "; ".join(["the fleet has no engine", *(f"{name}: {what}" for name, what in self._problems.items())]),
             state="nothing was sent",
-            hint="add an engine, or have members= list one that answers",
+            hint="have members= list an engine that answers",
         )
 
     def missed(
         self, what: str, missed: Mapping[EngineClient, Exception], rows: tuple[EngineRow, ...] = ()
     ) -> Exception:
         """Return the error for engines that did not take a version, which the next update then probes."""
-        self.report(missed)
+        self.reported.update(missed)
         return self._error(
             missed,
             what,
@@ -372,10 +303,6 @@ class Fleet(EngineClient):
             "fix the cause and call update_weights again; it includes every engine that answers by then",
             rows,
         )
-
-    def unreported(self, engines: Iterable[EngineClient]) -> bool:
-        """Return whether one of ``engines`` was not named in an error since it last served."""
-        return not {*engines} <= self._reported
 
     def _error(
         self,
@@ -427,15 +354,9 @@ class FleetUpdate(Update):
             self._step("load", lambda update: update.verify(digests, digest))
 
     def commit(self) -> tuple[EngineRow, ...]:
-        """See `Update.commit`. Decode engines resume last, after prefill engines dropped the old caches.
-
-        Raises:
-            EngineError: an engine failed or is lost; has a row per engine.
-        """
-        decoding = self._updates.keys() & self._fleet.decoding
-        for engines in (self._updates.keys() - decoding, decoding):
-            self._step("commit", lambda update: update.commit(), among=engines)
-        if self._failed or self._fleet.unreported(self._lost):
+        """See `Update.commit`; raises EngineError, with a row per engine, if an engine failed or is lost."""
+        self._step("commit", lambda update: update.commit())
+        if self._failed or not {*self._lost} <= self._fleet.reported:
             missed = {**self._lost, **self._failed}
             everyone = len(self._updates) + len(self._lost)
             what = f"{len(missed)} of {everyone} engines did not take version {self.version}"
@@ -455,18 +376,17 @@ class FleetUpdate(Update):
         step: str,
         call: Callable[[Update], object],
         on_failure: Callable[[], None] = nothing,
-        among: Collection[EngineClient] | None = None,
     ) -> None:
-        """Take a step on the engines that are still in the update, or on those ``among`` them.
+        """Take a step on the engines that are still in the update.
 
         Raises:
             EngineError: every engine of the update has failed.
         """
         left = {engine: partial(call, update) for engine, update in self._updates.items() if engine not in self._failed}
-        _, errors = _fan_out({one: left[one] for one in left if among is None or one in among}, on_failure)
+        _, errors = _fan_out(left, on_failure)
         self._failed.update(errors)
         self._fleet.doubt(errors)
-        self._fleet.report(errors)  # the error that ends the update has rows that name them
+        self._fleet.reported.update(errors)  # the error that ends the update has rows that name them
         if len(self._failed) == len(self._updates):
             raise self._fleet.missed(f"every engine failed to {step}", {**self._lost, **self._failed}, self.rows())
 
@@ -495,7 +415,7 @@ def _row(engine: EngineClient, error: Exception | None) -> EngineRow:
     return EngineRow(engine=engine.url, kind=engine.kind, state="unreachable", error=why_not)
 
 
-def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:
+def _flat(engines: Iterable[EngineClient]) -> list[EngineClient]:
     return [one for engine in engines for one in (engine.engines if isinstance(engine, Fleet) else (engine,))]
 
 
@@ -503,7 +423,7 @@ def _refused(address: str) -> EngineClient:
     raise ConfigError(
         f"this fleet cannot make a client for {address!r}",
         expected="a client",
-        hint="get the fleet from torchrl_ext.connect, or give it make=",
+        hint="get the fleet from torchrl_ext.connect",
     )
 
 

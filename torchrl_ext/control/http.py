@@ -1,7 +1,7 @@
 """JSON over HTTP, for clients of engines, routers and rollout routes, on one event loop per process.
 
-Proxies from the environment are ignored, because a control call must reach exactly the engine that it names. Each
-control call opens its own connection: such calls are rare, and an update would fail if a gateway dropped an idle one.
+Proxies from the environment are ignored, because a control call must reach exactly the engine that it names. Each call
+opens its own connection: a call over a kept one would fail if the server, or a gateway, was just closing it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-import math
 import os
 import sys
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -245,11 +242,7 @@ class HTTPSession:
             key for requests (``--api-key``) and another for control (``--admin-api-key``).
         timeout_s: deadline of a call, from the DNS look-up to the last byte of the answer, in seconds.
         max_body_bytes: larger answers are refused.
-        until: deadline of all calls together, in seconds of `time.monotonic`.
         check: called with a similar session before each `call`, within its deadline, until it has succeeded once.
-        keep_s: how long an idle connection is kept, in seconds; choose less than the server's own keep-alive (uvicorn:
-            5 s). A call over a connection that the server was just closing is sent once more, so that only sessions
-            whose calls may be repeated should keep connections.
 
     Raises:
         ConfigError: the address is invalid, or a header cannot carry a key.
@@ -262,9 +255,7 @@ class HTTPSession:
         api_key: Keys = None,
         timeout_s: float = 60.0,
         max_body_bytes: int = 64 << 20,
-        until: float = math.inf,
         check: Callable[[HTTPSession], None] | None = None,
-        keep_s: float = 0.0,
     ) -> None:
         self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
         self._bearers = _bearers(api_key)
@@ -273,30 +264,14 @@ class HTTPSession:
             log.warning(
                 "the API key goes to %s unencrypted, because the address has no scheme: write https:// or http://", host
             )
-        self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
-        self._keep_s = keep_s
-        self._kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # another one after a fork
-        weakref.finalize(self, _drop, self._kept)
-
-    @property
-    def left_s(self) -> float:
-        """How long a call that starts now may take, in seconds."""
-        return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
+        self._max_body_bytes, self._check = max_body_bytes, check
 
     def get(self, route: str, *, fields: Sequence[str] = (), **how: Any) -> Any:
-        """Call ``GET route`` with the arguments of `call`; return the JSON answer (``{}`` if it is empty).
-
-        Args:
-            fields: see `Answer.checked_json`.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError, ConfigError: as for `exchange`, and for
-                `Answer.checked_json`.
-        """
+        """Call ``GET route`` with the arguments of `call`; return `Answer.checked_json` of ``fields``."""
         return self.call("GET", route, **how).checked_json(*fields)
 
     def post(self, route: str, body: Any = None, *, fields: Sequence[str] = (), **how: Any) -> Any:
-        """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
+        """Call ``POST route`` with ``body`` as JSON, as `get` does."""
         return self.call("POST", route, body, **how).checked_json(*fields)
 
     def call(
@@ -309,9 +284,10 @@ class HTTPSession:
         timeout_s: float | None = None,
     ) -> Answer:
         """Run `exchange` from any thread but the loop's; raises also as `run` and as the session's ``check``."""
-        until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        until = time.monotonic() + limit_s
         if self._check is not None:  # concurrent threads may each run it
-            self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
+            self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=limit_s))
             self._check = None
         return run(self.exchange(method, route, body, query=query, timeout_s=until - time.monotonic()))
 
@@ -336,7 +312,7 @@ class HTTPSession:
             EngineRefusedError: the server redirects, or its answer exceeds ``max_body_bytes``.
             DeadlineError: the answer is not complete in time.
         """
-        limit_s = max(_SHORTEST_S, self.left_s if timeout_s is None else timeout_s)
+        limit_s = max(_SHORTEST_S, self.timeout_s if timeout_s is None else timeout_s)
         until, where = time.monotonic() + limit_s, f"{method} {self.url}{route}"
         url = URL(self.url + route + (f"?{urlencode(query, doseq=True)}" if query else ""), encoded=True)
         given: dict[str, Any] = {"allow_redirects": False}
@@ -344,12 +320,17 @@ class HTTPSession:
             given["data"] = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             headers = {**(headers or {}), "content-type": "application/json"}
         try:
-            for bearer in self._bearers:
-                given["headers"] = {**bearer, **(headers or {})}
-                async with self._response(method, url, until, **given) as response:
-                    answer = await self._read(response, where)
-                if answer.status != _UNAUTHORIZED:
-                    break
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True), cookie_jar=aiohttp.DummyCookieJar()
+            ) as client:
+                for bearer in self._bearers:
+                    left_s = max(_SHORTEST_S, until - time.monotonic())
+                    given["timeout"] = aiohttp.ClientTimeout(total=left_s, connect=_CONNECT_S)
+                    given["headers"] = {**bearer, **(headers or {})}
+                    async with client.request(method, url, **given) as response:
+                        answer = await self._read(response, where)
+                    if answer.status != _UNAUTHORIZED:
+                        break
         except aiohttp.ConnectionTimeoutError:  # aiohttp's tracebacks add nothing to any of these errors
             if limit_s <= _CONNECT_S:
                 raise _late(where, limit_s) from None
@@ -372,40 +353,6 @@ class HTTPSession:
             )
         return answer
 
-    def close(self) -> None:
-        """Close idle connections; a later call opens new ones."""
-        _drop(self._kept)
-
-    @asynccontextmanager
-    async def _response(self, method: str, url: URL, until: float, **how: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response to a request, which is sent anew if a kept connection ends before it brings one."""
-
-        async def send(client: aiohttp.ClientSession, reused: list[bool]) -> aiohttp.ClientResponse:
-            left_s = max(_SHORTEST_S, until - time.monotonic())
-            timeout = aiohttp.ClientTimeout(total=left_s, connect=_CONNECT_S)
-            return await client.request(method, url, timeout=timeout, trace_request_ctx=reused, **how)
-
-        reused: list[bool] = []
-        if self._keep_s:
-            try:
-                response = await send(self._keeping(), reused)
-            except aiohttp.ClientConnectionError:
-                if not reused:
-                    raise
-            else:
-                async with response:
-                    yield response
-                return
-        async with _client(force_close=True) as client, await send(client, reused) as response:
-            yield response
-
-    def _keeping(self) -> aiohttp.ClientSession:
-        """Return the client that keeps connections."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._kept or self._kept[loop].closed:
-            self._kept[loop] = _client(keepalive_timeout=self._keep_s)
-        return self._kept[loop]
-
     async def _read(self, response: aiohttp.ClientResponse, where: str) -> Answer:
         found = bytearray()
         async for chunk in response.content.iter_any():
@@ -419,31 +366,7 @@ class HTTPSession:
         return Answer(where=where, status=response.status, text=found.decode("utf-8", "replace"))
 
 
-def _client(**connections: Any) -> aiohttp.ClientSession:
-    """Return a client that notes, in the list that a request brings as its context, that a connection is reused."""
-
-    async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
-        context.trace_request_ctx.append(True)
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(note)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, **connections),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trust_env=False,
-        trace_configs=[trace],
-    )
-
-
-def _drop(kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:
-    """Close connections in their own loops; otherwise aiohttp logs an error."""
-    while kept:
-        loop, client = kept.popitem()
-        asyncio.run_coroutine_threadsafe(client.close(), loop)
-
-
 def _bearers(api_key: Keys) -> list[dict[str, str]]:
-    """Return one header per key, in order; without keys, one empty header."""
     keys = [key for key in ((api_key,) if isinstance(api_key, str) else api_key or ()) if key]
     if not all(key.isprintable() and key.isascii() for key in keys):
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from torchrl_ext.base.messages import Message
 from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import EngineInfo, Info
 
-__all__ = ["TAGS", "EngineState", "Port", "ServesAdapters", "check_sleep", "check_wake", "named_tags", "restated"]
+__all__ = ["TAGS", "EngineState", "Port", "ServesAdapters", "named_tags", "restated"]
 
 TAGS = frozenset({"weights", "kv_cache"})
 """The parts of an engine that can release their memory."""
@@ -129,32 +129,6 @@ def no_adapters(kind: str) -> ConfigError:
         expected="a vLLM or an SGLang server",
         hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
     )
-
-
-def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
-    """Return the tags to put to sleep; none at level 0, which only pauses.
-
-    Raises:
-        ConfigError: unknown level or tag, or ``tags`` has the weights without the cache.
-    """
-    wanted = check_wake(tags)
-    if level not in (0, 1, 2):
-        raise ConfigError(f"there is no sleep of level {level}", expected="level 0, 1 or 2")
-    if level > 0 and "kv_cache" not in wanted:
-        raise ConfigError("weights sleep only together with the cache", expected="no tags, or ['kv_cache']")
-    return wanted if level > 0 else frozenset()
-
-
-def check_wake(tags: Collection[str] | None) -> frozenset[str]:
-    """Return the tags to wake.
-
-    Raises:
-        ConfigError: unknown tag.
-    """
-    wanted = TAGS if tags is None else frozenset(tags)
-    if not wanted <= TAGS:
-        raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"tags from {', '.join(sorted(TAGS))}")
-    return wanted
 
 
 def named_tags(value: Any) -> frozenset[str]:

@@ -30,7 +30,8 @@ def test_conversation_keeps_the_cache_version_of_its_first_turn():
         server.calls.clear()
         return found, data
 
-    with set_list_to_stack(True), sockets.serving(answer) as server, tx.InferenceClient(server.url) as client:
+    with set_list_to_stack(True), sockets.serving(answer) as server:
+        client = tx.InferenceClient(server.url)
         chatting = policy("history")
         found, data = salts(chatting, prompts("history", tokenizer))
         assert found == ["weights-3"] * 2

@@ -16,7 +16,7 @@ from torchrl_ext.base.reports import EngineRow, SyncReport
 from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.serving.router import RouterClient
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines, parse_plans
+from torchrl_ext.control.serving.topology import OwnedEngines, Serving, parse_plans
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def infos(urls, types=("regular",) * 3):
 
 
 def listed(url):
-    return {worker.url for worker in RouterClient(url).workers()}
+    return {*RouterClient(url).workers()}
 
 
 def by_name(url):
@@ -153,11 +153,10 @@ SGLANGS = "sglang_router.launch_router --policy=manual --disable-retries"
         ("embedded", {}, f"{VLLMS} --health-check-endpoint=/health"),
         ("sglang", {}, f"{SGLANGS} --health-check-endpoint=/ping"),
         ("sglang", {"api_key": "secret"}, SGLANGS),
-        ("sglang", {"make": "vllm"}, f"{VLLMS} --health-check-endpoint=/ping"),
-        ("vllm", {"make": "sglang", "policy": "random"}, "sglang_router.launch_router --policy=random"),
+        ("vllm", {"policy": "random"}, "vllm_router.launch_router --policy=random"),
     ],
 )
-def test_engines_get_the_router_of_their_kind_or_the_named_one(urls, routers, kind, settings, own):
+def test_engines_get_the_router_of_their_kind(urls, routers, kind, settings, own):
     with Routing([EngineInfo(url=urls[0], kind=kind)], **settings):
         command = routers.specs[0].command(1)
     assert set(own.split()) <= set(command) and command[-2:] == ["--worker-urls", urls[0]]
@@ -187,7 +186,6 @@ def test_pools_are_told_the_port_where_they_meet(urls, routers, kind, flag, port
 def test_unroutable_engines_and_settings_are_refused_early(urls, routers):
     vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
     for engines, more, words in (
-        ([sglang], {"make": "nginx"}, "'nginx'"),
         ([vllm, sglang], {}, r"sglang, vllm need different .*InferenceClient\.connect"),
         ([vllm], {"router": "http://127.0.0.1:1", "policy": "random"}, "policy applies to routers that the job starts"),
     ):
@@ -200,7 +198,7 @@ def test_external_engines_are_one_model():
     with (
         FakeEngine("vllm") as engine,
         serving(Gateway()) as router,
-        ExternalEngines(engine.url, router=router.url) as job,
+        Serving(default=Routing.over(engine.url, router=router.url)) as job,
     ):
         assert list(job.models) == ["default"] and job.model("default").update_weights
         assert listed(job.model("default").url) == {engine.url}

@@ -6,8 +6,10 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 import psutil
@@ -15,7 +17,20 @@ import pytest
 
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.base.errors import DeadlineError, EngineError
-from torchrl_ext.control.serving.processes import GuardedProcess, free_port, wait_until_healthy
+from torchrl_ext.control.serving.processes import GuardedProcess, ServerSpec, free_port, wait_until_healthy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(ServerSpec):
+    """Runs a command, in which PORT stands for the port."""
+
+    name: ClassVar[str] = "toy"
+    module: ClassVar[str] = "sys"
+    words: Sequence[str]
+
+    def command(self, port):
+        return [word.replace("PORT", str(port)) for word in self.words]
+
 
 SERVER = textwrap.dedent(
     """
@@ -32,7 +47,6 @@ SERVER = textwrap.dedent(
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     """
 )
-NOWHERE = "http://127.0.0.1:1"
 STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
 """Its child has to be killed, for which it is given some seconds."""
 
@@ -45,9 +59,7 @@ def impatient(monkeypatch):
 @contextmanager
 def started(code, **settings):
     """A healthy server of this code at a port of its own; it prints without delay."""
-    port = free_port()
-    command = [sys.executable, "-u", "-c", code, str(port)]
-    with GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings) as server:
+    with GuardedProcess(Toy(words=[sys.executable, "-u", "-c", code, "PORT"], **settings)) as server:
         wait_until_healthy([server])
         yield server
 
@@ -74,28 +86,6 @@ def test_server_stop_ends_children_and_removes_unnamed_log():
     assert server.log() == server.errors() == "" and not server.log_path.parent.exists()
 
 
-MAPPING = """
-import mmap, os, sys
-for name in {names}:
-    with open(name, "w+b") as file:
-        file.truncate(4096)
-        globals()[name] = mmap.mmap(file.fileno(), 4096)
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
-def test_only_shared_memory_of_the_ended_server_is_removed(tmp_path):
-    stem = f"/dev/shm/left_behind_{os.getpid()}"
-    mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
-    try:
-        with started(MAPPING.format(names=[str(mine), str(other)]) + SERVER, shared_memory=(mine.name,)):
-            assert mine.exists() and other.exists()
-        assert other.exists() and not mine.exists()
-    finally:
-        mine.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
-
-
 def test_server_that_ends_while_starting_shows_its_log(tmp_path):
     """The error has the error lines and the end of this run's log, and none of an earlier run's."""
     log = tmp_path / "log"
@@ -111,16 +101,15 @@ def test_server_that_ends_while_starting_shows_its_log(tmp_path):
 def test_missing_program_or_log_folder_leaves_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match="/no/such/program"):
-        GuardedProcess(["/no/such/program"], name="toy", url=NOWHERE)
+        GuardedProcess(Toy(words=["/no/such/program"]))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        GuardedProcess(["true"], name="toy", url=NOWHERE, log_path=tmp_path / "nowhere" / "log")
+        GuardedProcess(Toy(words=["true"], log_path=tmp_path / "nowhere" / "log"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_server_that_is_never_healthy_is_late(tmp_path):
     command = ["sh", "-c", "echo $$; exec sleep 600"]
-    how = {"name": "toy", "url": NOWHERE, "log_path": tmp_path / "log", "start_timeout_s": 0.5}
-    with GuardedProcess(command, **how) as server:
+    with GuardedProcess(Toy(words=command, log_path=tmp_path / "log", start_timeout_s=0.5)) as server:
         late = pytest.raises(DeadlineError, match=rf"not healthy within 0\.5 s; its log ends with: {server.pid}")
         with late:
             wait_until_healthy([server])
@@ -157,9 +146,12 @@ def test_daemon_in_its_own_session_ends_with_its_server(tmp_path, how):
 FORKING = textwrap.dedent(
     """
     import os, signal, sys
-    from torchrl_ext.control.serving.processes import GuardedProcess, wait_until_healthy
-    port, code = sys.argv[1:]
-    server = GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+    from torchrl_ext.control.serving.processes import GuardedProcess, ServerSpec, wait_until_healthy
+    class Toy(ServerSpec):
+        name, module = "toy", "sys"
+        def command(self, port):
+            return [sys.executable, "-c", sys.argv[2], str(port)]
+    server = GuardedProcess(Toy(port=int(sys.argv[1])))
     wait_until_healthy([server])
     worker = os.fork()  # as a DataLoader does: it holds whatever we have open
     if not worker:
@@ -203,5 +195,5 @@ def test_a_server_ends_with_its_guard():
 def test_server_environment_has_given_variables_and_no_own_path():
     code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p])"
     command = [sys.executable, "-I", "-c", code]
-    with GuardedProcess(command, name="toy", url=NOWHERE, environ={"ASKED": "yes"}) as server:
+    with GuardedProcess(Toy(words=command, environ={"ASKED": "yes"})) as server:
         assert server.wait(WAIT_S) and server.log() == "yes []"

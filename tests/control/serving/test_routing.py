@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 
 import httpx
 import pytest
@@ -43,10 +42,8 @@ def test_requests_of_a_removed_engine_go_on_at_another(tmp_path):
     with EmbeddedServer(model, dtype="float32") as first, EmbeddedServer(model, dtype="float32") as second:
         urls = [first.url, second.url]
         how = {"server_urls": urls, "kind": "embedded", "timeout_s": 60}
-        with (
-            Routing.over(*urls, **settings_for_router("vllm")) as routing,
-            closing(RemoteInferenceClient(proxy_url=routing.url, **how)) as client,
-        ):
+        with Routing.over(*urls, **settings_for_router("vllm")) as routing:
+            client = RemoteInferenceClient(proxy_url=routing.url, **how)
             found = client.run(through_a_loss())
             assert listed(routing.url) == {urls[1]}
             httpx.post(f"{urls[0]}/resume")

@@ -13,8 +13,8 @@ import pytest
 
 from torchrl_ext.base.errors import ConfigError, EngineError
 from torchrl_ext.control.serving.embedded import EmbeddedServer
-from torchrl_ext.control.serving.processes import free_port, usable_port
-from torchrl_ext.control.serving.server import RouterProcess, ServerSpec, start
+from torchrl_ext.control.serving.processes import ServerSpec, usable_port
+from torchrl_ext.control.serving.server import RouterProcess, start
 from torchrl_ext.control.serving.sglang import SGLangServer, SGLangSpec
 from torchrl_ext.control.serving.vllm import VLLMServer, VLLMSpec
 
@@ -54,25 +54,8 @@ def test_missing_engine_package_is_named_with_its_remedy(tmp_path, monkeypatch):
 
 def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
     picked = usable_port(0)
-    assert len({free_port() for _ in range(500)} | {picked}) == 501  # none is given twice
     assert picked not in (0, taken)
     assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
-
-
-def test_free_port_is_usable_while_a_forked_child_holds_a_copy(monkeypatch):
-    """A port picked as free can be used even if a process forked just then still holds its socket."""
-    held = []
-
-    class Forked(socket.socket):
-        def close(self):
-            held.append(self.dup())  # as in a process that was forked, and does not run its program yet
-            super().close()
-
-    monkeypatch.setattr(socket, "socket", Forked)
-    picked = free_port()
-    monkeypatch.undo()
-    assert usable_port(picked) == picked == held[0].getsockname()[1]
-    held[0].close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +89,9 @@ def test_gpu_servers_start_with_sleep_mode_flags(tmp_path, spec, flags):
         assert (flags in " ".join(command)) is (wanted and not cpu)
 
 
-@pytest.mark.parametrize("cpu", [False, True])
-@pytest.mark.parametrize(("spec", "variable"), [(VLLMSpec, "VLLM_PLUGINS"), (SGLangSpec, "SGLANG_PLUGINS")])
-def test_our_plugins_join_a_users_allow_list(tmp_path, monkeypatch, spec, variable, cpu):
-    monkeypatch.setenv(variable, "theirs, torchrl_ext")
-    found = spec(tmp_path, cpu=cpu).variables()[variable].split(",")
-    assert found == ["theirs", "torchrl_ext", *(["torchrl_ext_cpu"] if cpu else [])]
+def test_our_plugins_join_a_users_allow_list(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+    assert VLLMSpec(tmp_path).variables()["VLLM_PLUGINS"] == "theirs,torchrl_ext,torchrl_ext_cpu"
 
 
 def test_workers_on_a_cpu_share_its_cores(tmp_path, monkeypatch):

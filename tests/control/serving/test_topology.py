@@ -24,7 +24,7 @@ sglang:
       - {worker_type: regular, num_gpus: 4, overrides: {max-running-requests: 8}}
   - name: reward
     model_path: /models/reward
-    engine_groups:
+    server_groups:
       - {worker_type: prefill, num_gpus: 1}
       - {worker_type: decode, num_gpus: 2}
   - name: tools
@@ -69,13 +69,8 @@ def test_update_weights_auto_compares_path_with_trainer():
         (True, "/other", True),
         (False, "/models/policy", False),
     ):
-        for row in (
-            {"model_path": path, "server_groups": [group()]},
-            {"model_path": "/b", "server_groups": [group(overrides={"model-path": path})]},
-        ):  # a group's path goes before the model's
-            (model,) = parse([{"name": "a", "update_weights": said, **row}])
-            assert model.update_weights is meant and model.engines[0].model_path == path
-            assert model.engines[0].overrides == {}
+        (model,) = parse([{"name": "a", "update_weights": said, "model_path": path, "server_groups": [group()]}])
+        assert model.update_weights is meant and model.engines[0].model_path == path
 
 
 @pytest.mark.parametrize(
@@ -86,15 +81,6 @@ def test_update_weights_auto_compares_path_with_trainer():
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines only"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
-        (
-            [{"name": "a", "server_groups": [group(model_path="/x"), group(overrides={"model_path": "/x"})]}],
-            "unknown field `model_path`",
-        ),
-        (
-            [{"name": "a", "server_groups": [group(), group(overrides={"model_path": "/x"})]}],
-            "different paths: /models/policy, /x",
-        ),
-        ([{"name": "a", "server_groups": [], "engine_groups": []}], "server_groups and engine_groups"),
         ({"vllm": [{"name": "a"}], "sglang": [{"name": "a"}]}, "length <= 1"),
         ({"trt": [{"name": "a"}]}, "no engine called 'trt'"),
         ({"inprocess": [{"name": "a"}]}, r"no server(.|\n)*vllm, sglang, embedded"),
@@ -158,11 +144,10 @@ def program(folder, text):
     return path
 
 
-@pytest.mark.parametrize("admin", [{"admin_api_key": "other"}, {"extra_args": ["--admin-api-key=other"]}])
-def test_keys_of_sglang_stand_on_no_command_line(tmp_path, admin):
-    settings = {"python": program(tmp_path, STAND_IN), "plugin": False}
-    planned = plan(tmp_path, kind="sglang", overrides={**admin, "mem_fraction_static": 0.5})
-    with start(planned.spec(settings, api_key="secret")) as engine:
+def test_keys_of_sglang_stand_on_no_command_line(tmp_path):
+    settings = {"python": program(tmp_path, STAND_IN), "plugin": False, "api_key": "secret"}
+    planned = plan(tmp_path, kind="sglang", overrides={"admin_api_key": "other", "mem_fraction_static": 0.5})
+    with start(planned.spec(settings)) as engine:
         started = psutil.Process(engine.pid)
         lines = [word for process in (started, started.parent()) for word in process.cmdline()]
         words = set(" ".join(lines).replace("=", " ").split())
@@ -187,22 +172,20 @@ def test_overrides_become_fields_or_arguments_of_the_server(see):
     see(2, "4,5")
     overrides = {"enable_prefix_caching": False, "max_model_len": 8, "extra_args": ("--x",), "environ": {"A": "b"}}
     overrides |= {"swap_space": 4, "enable_y": True, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
-    settings = {"dtype": "float32", "max_model_len": 9}
-    spec = plan(kind="vllm", gpus=(0, 1), overrides=overrides).spec(settings, api_key="secret")
+    settings = {"dtype": "float32", "max_model_len": 9, "api_key": "secret"}
+    spec = plan(kind="vllm", gpus=(0, 1), overrides=overrides).spec(settings)
     flags = ["--x", "--no-enable-prefix-caching", "--swap-space", "4", "--enable-y", "--kv", '{"a": 1}', "--urls"]
     assert spec.extra_args == (*flags, "b", "c")
     assert (spec.max_model_len, spec.dtype, spec.tensor_parallel_size) == (8, "float32", 2)
-    assert spec.environ == {"CUDA_VISIBLE_DEVICES": "4,5", "VLLM_API_KEY": "secret", "A": "b"}
-    assert plan(kind="sglang").spec(settings, api_key="secret").extra_args == ("--api-key", "secret")
-    spec = plan(gpus=(1,), overrides={"threads": 2}).spec(settings, api_key="secret")
-    assert spec.environ == {"CUDA_VISIBLE_DEVICES": "5", "TORCHRL_EXT_API_KEY": "secret"} and spec.threads == 2
-    assert "secret" not in str(spec.command(1))
+    assert spec.environ == {"CUDA_VISIBLE_DEVICES": "4,5", "A": "b"} and spec.variables()["VLLM_API_KEY"] == "secret"
+    spec = plan(gpus=(1,), overrides={"threads": 2}).spec(settings)
+    assert spec.environ == {"CUDA_VISIBLE_DEVICES": "5"} and spec.threads == 2
+    assert spec.variables()["TORCHRL_EXT_API_KEY"] == "secret" and "secret" not in f"{spec.command(1)} {spec}"
 
 
 @pytest.mark.parametrize(
     ("kind", "overrides", "gpus", "words"),
     [
-        ("sglang", {"enable_x": False}, (0,), "'sglang' has no argument that makes enable_x false"),
         ("embedded", {"swap_space": 4}, (0,), "'embedded' has no setting swap_space"),
         ("embedded", {}, (0, 1), "'embedded' has one worker"),
     ],

@@ -36,11 +36,8 @@ def serving(engines):
 
 def through(routing):
     client = routing.client(timeout_s=120.0)
-    try:
-        (found,) = client.generate([PROMPT], max_tokens=24, temperature=0.0, ignore_eos=True)
-        return list(found.token_ids)
-    finally:
-        client.close()
+    (found,) = client.generate([PROMPT], max_tokens=24, temperature=0.0, ignore_eos=True)
+    return list(found.token_ids)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -150,7 +150,7 @@ def _train(
         verify: bool | str = "outputs" if any(info.stock for info in infos) else True
         sender = stack.enter_context(tx.WeightSender(transport, tx.connect(*urls), verify=verify))
         sender.register_model(trainer.model)
-        client = stack.enter_context(contextlib.closing(tx.InferenceClient(urls, kind=kinds)))
+        client = tx.InferenceClient(urls, kind=kinds)
         policy = tx.RemoteLLMPolicy(
             client,
             tokenizer=trainer.tokenizer,
@@ -219,6 +219,6 @@ def _same_greedy(model: Any, prompts: Sequence[Sequence[int]], engine: EngineInf
     from torchrl_ext.cli.training import greedy
     from torchrl_ext.control.requests.client import InferenceClient
 
-    with contextlib.closing(InferenceClient(engine.url, kind=engine.kind)) as client:
-        found = client.generate(list(prompts), max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    client = InferenceClient(engine.url, kind=engine.kind)
+    found = client.generate(list(prompts), max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True)
     return [one.token_ids for one in found] == [greedy(model, prompt, _MAX_TOKENS) for prompt in prompts]

@@ -23,7 +23,7 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
         config: the options. ``vllm_router_ip`` and ``vllm_router_port`` give the address of a running router, for
             external engines or for the only model that the job owns.
         hf_checkpoint: the checkpoint that the trainer starts from; for owned engines.
-        settings: of `ExternalEngines` or `OwnedEngines`.
+        settings: of `Routing.over` or `OwnedEngines`.
 
     Raises:
         ConfigError: the options describe no engine, the YAML is invalid or of another kind, or one router would serve
@@ -31,13 +31,14 @@ def make_serving(config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None
         EngineError, DeadlineError: an engine or a router does not answer, or does not start.
     """
     from torchrl_ext.control.serving.processes import reachable
-    from torchrl_ext.control.serving.topology import ExternalEngines, OwnedEngines
+    from torchrl_ext.control.serving.routing import Routing
+    from torchrl_ext.control.serving.topology import OwnedEngines, Serving
 
     router: dict[str, Any] = {}
     if config.vllm_router_ip is not None:
         router["router"] = f"{reachable(config.vllm_router_ip)}:{config.vllm_router_port}"
     if config.rollout_external_engine_addrs:
-        return ExternalEngines(*config.rollout_external_engine_addrs, **router, **settings)
+        return Serving(default=Routing.over(*config.rollout_external_engine_addrs, **router, **settings))
     if router:
         settings["router"] = {**(settings.get("router") or {}), **router}
     return OwnedEngines(_owned(config, hf_checkpoint), **settings)

@@ -7,18 +7,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Inspect, Join, Leave, Load, Message, Prefetch, Verify
+from torchrl_ext.base.messages import Finish, Inspect, Join, Leave, Load, Message, Prefetch, Start, Verify
 from torchrl_ext.base.types import Info, dtype_name
-from torchrl_ext.control.http import HTTPSession, Keys
+from torchrl_ext.control.http import HTTPSession
 from torchrl_ext.control.makes.server_info import ServerInfo
-from torchrl_ext.control.port import Port, no_adapters, restated
-from torchrl_ext.control.serving.router import refuse_router
+from torchrl_ext.control.port import EngineState, Port, restated
 
-__all__ = ["HTTPPort", "Settings", "StockPort", "bodies", "session"]
+__all__ = ["HTTPPort", "Settings", "StockPort", "bodies"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -28,31 +27,25 @@ _UNSUPPORTED = "Unsupported action"  # how SGLang's own route refuses our messag
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a client drives a server, as for the client function, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
+    """How a client drives a server; see the client functions, such as `torchrl_ext.control.makes.vllm.vllm_engine`."""
 
-    Raises:
-        ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``, in which running requests
-            keep their cache.
-    """
-
-    modes: InitVar[tuple[str, ...]]
-    frozen: InitVar[str]
-    pause_mode: str
+    pause_mode: str = "keep"
     keep_cache: bool = False
     load_timeout_s: float = 600.0
     flush_timeout_s: float = 60.0
 
-    def __post_init__(self, modes: tuple[str, ...], frozen: str) -> None:
+    def check(self, modes: tuple[str, ...], frozen: str) -> None:
+        """Raise ConfigError unless there is such a pause mode, in which requests keep their cache if they have to.
+
+        Args:
+            modes: the pause modes.
+            frozen: the one in which running requests keep their cache.
+        """
         if self.pause_mode not in modes:
             raise ConfigError(f"there is no pause mode {self.pause_mode!r}", expected=f"one of {', '.join(modes)}")
         if self.keep_cache and self.pause_mode != frozen:
             what = f"keep_cache means nothing with pause mode {self.pause_mode!r}"
             raise ConfigError(what, expected=f"pause_mode={frozen!r}")
-
-
-def session(url: str, api_key: Keys, timeout_s: float) -> HTTPSession:
-    """Return a session that raises an error if ``url`` is a router's."""
-    return HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
 
 
 class HTTPPort(Port):
@@ -123,7 +116,6 @@ class HTTPPort(Port):
             raise EngineRefusedError(f"{self.url}/v1/models answered {answer!r:.200}", expected="models") from error
 
     def load_adapter(self, name: str, path: str) -> None:
-        """See `ServesAdapters.load_adapter`."""
         before = self.adapters().get(name)
         try:
             self._replace_adapter(name, path, before)
@@ -133,12 +125,11 @@ class HTTPPort(Port):
             raise restated(error, error.what, self._serving_now(name), hint=self.lora_needs) from error
 
     def unload_adapter(self, name: str) -> None:
-        """See `ServesAdapters.unload_adapter`."""
         self._adapter("unload_lora_adapter", {"lora_name": name})
 
+    @abstractmethod
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
         """Load an adapter; ``before`` is the directory of the one that the name stands for, if it has one."""
-        raise no_adapters(self.kind)
 
     def _adapter(self, call: str, body: Info) -> None:
         """Call a route for adapters, whose answer may be text."""
@@ -153,6 +144,14 @@ class HTTPPort(Port):
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Any:
         return self.http.post(route, body, fields=self.fields.get(route, ()), **how)
+
+    @abstractmethod
+    def _refuse(self, message: Join) -> None:
+        """Refuse a sender that this server would follow wrongly."""
+
+    @abstractmethod
+    def drop_cached(self) -> None:
+        """Drop what older weights cached, unless the settings keep it."""
 
     @abstractmethod
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
@@ -177,11 +176,24 @@ class StockPort(HTTPPort):
     hint: ClassVar[str]
     group: Info | None = None
 
+    def state(self) -> EngineState:
+        return EngineState()
+
+    def sleep(self, level: int, tags: frozenset[str]) -> None:
+        raise EngineRefusedError(f"{self.url} runs {self.lacking}, and does not say what sleeps", hint=self.hint)
+
     def call(self, message: Message) -> list[Info]:
-        """Handle `Join` and `Leave`, and refuse what needs our plugin; subclasses handle `Start`, `Load`, `Finish`."""
         match message:
             case Join():
+                self._refuse(message)
                 self._join(message)
+            case Start():
+                self.drop_cached()
+                self._begin()
+            case Load():
+                self._load(message)
+            case Finish():
+                self._finish(str(message.version))
             case Leave() if self.group:
                 self._leave()
                 self.group = None
@@ -199,7 +211,7 @@ class StockPort(HTTPPort):
         by, offer = message.transport, message.offer
         if by == "native":
             self._check(offer)
-        elif by != "disk":
+        elif by not in self._facts.info.transports:
             words = f"{self.url} runs {self.lacking}, and cannot follow by {by!r}"
             raise EngineRefusedError(words, expected=self.wanted, hint=self.hint)
         words = "%s runs without our plugin and follows by %s: only outputs show what it loaded (verify='outputs')"
@@ -213,6 +225,18 @@ class StockPort(HTTPPort):
     @abstractmethod
     def _check(self, offer: Info) -> None:
         """Raise `EngineRefusedError` if the server cannot receive the broadcasts of this offer."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Prepare the server for an update, also after one that failed."""
+
+    @abstractmethod
+    def _load(self, message: Load) -> None:
+        """Have the workers receive one handoff."""
+
+    @abstractmethod
+    def _finish(self, label: str) -> None:
+        """End the update, and label the weights."""
 
     @abstractmethod
     def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:

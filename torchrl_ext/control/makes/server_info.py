@@ -19,8 +19,7 @@ __all__ = ["ServerInfo", "known_info", "read_server_info", "server_info"]
 
 _AXES = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "dp_size": "data_parallel_size"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-_GUEST = "ipc_cache"
-_LOADS_NO_FILES = (_GUEST, "dummy")  # the former maps a daemon's weights, the latter keeps its random weights
+_LOADS_NO_FILES = ("ipc_cache", "dummy")  # the former maps a daemon's weights, the latter keeps its random weights
 _MOST = 1 << 20  # a larger size is refused as implausible
 
 
@@ -35,13 +34,9 @@ class ServerInfo:
             transports.
         engines: data-parallel replicas that answer at the address.
         transfer_backend: a vLLM server's weight-transfer backend.
-        is_guest: whether a vLLM server maps weights that a daemon owns (``--load-format ipc_cache``). An update in
-            place would change them for every engine that maps them, now or later.
         is_multimodal: whether a vLLM server's model takes more than text.
-        kv_connectors: names of a vLLM server's KV connectors.
+        kv_connector: name of a vLLM server's KV connector; "" without one.
         stores_keys: whether an SGLang server keeps keys and values in an external store.
-        copies: an SGLang server's ``weight_cache_mode``: it caches copies of its weights, and exits when it receives
-            others; "" without copies.
         has_backup: whether an SGLang server keeps its weights on the host during sleep.
     """
 
@@ -50,11 +45,9 @@ class ServerInfo:
     has_plugin: bool = False
     engines: int = 1
     transfer_backend: str | None = None
-    is_guest: bool = False
     is_multimodal: bool = False
-    kv_connectors: tuple[str, ...] = ()
+    kv_connector: str = ""
     stores_keys: bool = False
-    copies: str = ""
     has_backup: bool = False
 
     def serving(self, *, world_size: Any = None, weight_version: Any = None, model: Any = None) -> EngineInfo:
@@ -120,7 +113,7 @@ def known_info(session: HTTPSession, kind: str) -> ServerInfo:
     except EngineRefusedError as error:
         if error.status not in (404, 405, 501):
             raise
-        return ServerInfo(info=EngineInfo(url=session.url, kind=kind))
+        return ServerInfo(info=EngineInfo(url=session.url, kind=kind, transports=STOCK[:1]))
 
 
 def read_server_info(url: str, answer: Any) -> ServerInfo:
@@ -166,12 +159,11 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
     return ServerInfo(
         info=info,
         dtype=_dtype(model),
-        has_plugin=CALL in _mapping(config, "additional_config") and load != _GUEST,
+        has_plugin=CALL in _mapping(config, "additional_config"),
         engines=_count(url, "data_parallel_size_local", local if apart else info.dp_size),
         transfer_backend=None if backend is None else str(backend),
-        is_guest=load == _GUEST,
         is_multimodal=bool(model.get("multimodal_config")),
-        kv_connectors=_kv_connectors(transfer),
+        kv_connector=str(transfer.get("kv_connector") or ""),
     )
 
 
@@ -184,7 +176,7 @@ def _embedded(url: str, answer: Mapping[str, Any]) -> ServerInfo:
 
 
 def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
-    mode, copies = str(answer.get("disaggregation_mode")), str(answer.get("weight_cache_mode") or "off")
+    mode = str(answer.get("disaggregation_mode"))
     info = _engine(
         url,
         "sglang",
@@ -195,12 +187,11 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         replicas=answer.get("enable_dp_attention") is not True,
     )
     # SGLang gives every stage and replica the same ranks, and exits when cached copies of its weights become stale
-    takes_broadcasts = info.pp_size == info.dp_size == 1 and copies == "off"
+    takes_broadcasts = info.pp_size == info.dp_size == 1 and answer.get("weight_cache_mode") in (None, "", "off")
     return ServerInfo(
         info=replace(info, transports=STOCK if takes_broadcasts else STOCK[:1]),
         dtype=_dtype(answer),
         stores_keys=bool(answer.get("hicache_storage_backend")) or answer.get("enable_lmcache") is True,
-        copies="" if copies == "off" else copies,
         has_backup=answer.get("enable_weights_cpu_backup") is True,
     )
 
@@ -219,10 +210,8 @@ def _engine(
     """Build the engine's description.
 
     Args:
-        facts: ``version``, ``model``, ``weight_version``.
         sizes: sizes of the parallel axes, by short or long names.
         role: the worker type; None for a regular one.
-        port: the bootstrap port of a prefill engine of SGLang.
         replicas: whether each data-parallel rank has its own workers.
     """
     given = ((name, sizes.get(name), sizes.get(longer)) for name, longer in _AXES.items())
@@ -243,16 +232,6 @@ def _engine(
     )
 
 
-def _kv_connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
-    names, rest = [], [transfer]
-    while rest:
-        config = rest.pop(0)
-        names += [str(config["kv_connector"])] if config.get("kv_connector") else []
-        inner = _mapping(config, "kv_connector_extra_config").get("connectors")  # of a MultiConnector
-        rest += [row for row in inner if isinstance(row, Mapping)] if isinstance(inner, list) else []
-    return tuple(names)
-
-
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
@@ -263,7 +242,6 @@ def _dtype(model: Mapping[str, Any]) -> str:
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
-    """Return a validated size from an engine's answer; ``default`` if it is missing."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:

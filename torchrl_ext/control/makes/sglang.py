@@ -9,7 +9,6 @@ our messages (`torchrl_ext.base.messages`) travel in the ``action`` field of ``/
 ``GET /ready``                              503 while it is paused
 ``POST /pause_generation``                  ``{"mode": "abort" | "retract" | "in_place"}``
 ``POST /flush_cache``                       without the plugin; 400 while requests hold the cache
-``POST /hicache/storage-backend/clear``     if keys and values are also kept in a store
 ``POST /begin_weight_update``               puts layers into the form that loaders write, until
                                             ``/end_weight_update``
 ``POST /update_weight_version``             ``{"new_version": "7", "abort_all_requests": false}``
@@ -55,9 +54,10 @@ from torchrl_ext.base.routes import CHANNEL, Flush, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
-from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
+from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies
 from torchrl_ext.control.makes.server_info import known_info, server_info
 from torchrl_ext.control.port import EngineState
+from torchrl_ext.control.serving.router import refuse_router
 
 __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
@@ -98,23 +98,8 @@ class SGLangPort(HTTPPort):
         return replace(info, transports=self._followed) if self.plugin else info
 
     def _model(self) -> Info:
-        """Return the server's information about the model that it serves now."""
         answer = self.http.get("/model_info")
         return answer if isinstance(answer, dict) else {}
-
-    def loads(self) -> list[dict[str, Any]]:
-        """Return ``{"dp_rank", "running", "waiting"}`` request counts per rank."""
-        answer = self.http.get("/v1/loads")
-        found = []
-        try:
-            for row in answer["loads"]:
-                running, waiting = int(row["num_running_reqs"]), int(row["num_waiting_reqs"])
-                found.append({"dp_rank": row["dp_rank"], "running": running, "waiting": waiting})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise EngineRefusedError(
-                f"{self.url} answered {str(answer)[:120]!r} about its load", expected="a list of counts of requests"
-            ) from error
-        return found
 
     def paused(self) -> bool:
         if merged(self._say(State())).get("paused"):
@@ -146,7 +131,6 @@ class SGLangPort(HTTPPort):
         return answers
 
     def _refuse(self, message: Join) -> None:
-        """Refuse a sender that this server would follow wrongly."""
         replicas = self._facts.info.dp_size
         if message.transport not in ("disk", "delta") and replicas > 1:
             raise EngineRefusedError(
@@ -154,10 +138,10 @@ class SGLangPort(HTTPPort):
                 "group",
                 expected="--dp-size 1, or a transport through files",
             )
-        if self._facts.stores_keys and self._settings.keep_cache:
+        if self._facts.stores_keys:  # SGLang's own flush leaves a store alone
             raise ConfigError(
                 f"{self.url} keeps keys and values in a store, which would go on serving those of the old weights",
-                expected="keep_cache=False, or a server without a store",
+                expected="a server without --hicache-storage-backend and LMCache",
                 state="the engine's weights and its pause are unchanged",
             )
 
@@ -194,7 +178,6 @@ class SGLangPort(HTTPPort):
             self._session("begin")
 
     def _session(self, verb: str) -> None:
-        """Begin or end SGLang's weight-update session."""
         self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
 
     def _label(self, label: str) -> None:
@@ -237,24 +220,11 @@ class SGLangPort(HTTPPort):
         self.http.post("/resume_memory_occupation", {"tags": sorted(tags)}, timeout_s=self.timeout_s)
 
     def drop_cached(self) -> None:
-        """Drop keys and values in the server, then in its store, where an earlier server may have left some too."""
         if not self._settings.keep_cache:
             self._flush(frozen=self._settings.pause_mode == "in_place")
 
     def _flush(self, *, frozen: bool) -> None:
         """Drop keys and values; fail at once if ``frozen`` requests hold the cache, since waiting would not help."""
-        self._flush_own(frozen)
-        if not self._facts.stores_keys:  # SGLang's own flush leaves a store alone
-            return
-        answer = self.http.call("POST", "/hicache/storage-backend/clear", timeout_s=self.timeout_s)
-        if not answer.ok:
-            raise EngineRefusedError(
-                f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
-                hint="read the store's log, or start the server without --hicache-storage-backend",
-                status=answer.status,
-            )
-
-    def _flush_own(self, frozen: bool) -> None:
         why = ""
         for _ in Deadline(self._settings.flush_timeout_s).pauses():
             why = self._flushed()
@@ -262,12 +232,12 @@ class SGLangPort(HTTPPort):
                 return
             if frozen:
                 raise EngineRefusedError(
-                    f"requests that are paused in place keep the cache of the old weights ({self._busy()}): {why}",
+                    f"requests that are paused in place keep the cache of the old weights: {why}",
                     expected="no running request, or a pause mode that frees what they hold",
                     hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
                 )
         raise DeadlineError(
-            f"the cache was not dropped within {self._settings.flush_timeout_s:g} s ({self._busy()}): {why}",
+            f"the cache was not dropped within {self._settings.flush_timeout_s:g} s: {why}",
             hint="find requests that never end, or raise flush_timeout_s",
         )
 
@@ -275,10 +245,6 @@ class SGLangPort(HTTPPort):
         """Try to drop the cache; return "", or why that is not possible yet."""
         # not by SGLang's own route: it also collects garbage, which can take longer than an update
         return "" if merged(self._say(Flush())).get("flushed") else "the cache is in use"
-
-    def _busy(self) -> str:
-        rows = self.loads()
-        return f"{sum(row['running'] for row in rows)} running, {sum(row['waiting'] for row in rows)} waiting"
 
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
         """Unload the earlier adapter, whose name SGLang would not load again, and load it anew if the new one fails."""
@@ -312,29 +278,6 @@ class StockSGLangPort(StockPort, SGLangPort):
     def paused(self) -> bool:
         return self._unready()
 
-    def state(self) -> EngineState:
-        return EngineState()
-
-    def call(self, message: Message) -> list[Info]:
-        match message:
-            case Start():
-                self.drop_cached()
-                self._begin()
-            case Load():
-                self._load(message)
-            case Finish():
-                if self.group:
-                    self._session("end")
-                self._label(str(message.version))
-            case _:
-                return super().call(message)
-        return []
-
-    def sleep(self, level: int, tags: frozenset[str]) -> None:
-        raise EngineRefusedError(
-            f"{self.url} runs SGLang without our plugin, and cannot report which of its parts sleep", hint=_PLUGIN
-        )
-
     def _begin(self) -> None:
         if self.group:
             self._open_session()
@@ -346,22 +289,24 @@ class StockSGLangPort(StockPort, SGLangPort):
                 raise
 
     def _check(self, offer: Info) -> None:
-        info, what, expected = self._facts.info, "", "pp 1, dp 1 and no weight cache, for its own broadcasts"
-        if offer.get("make") != self.kind:
-            what = f"runs SGLang, and the transport speaks to {offer.get('make')!r}"
-            expected = "engines of one make, and make='sglang'"
-        elif "native" not in info.transports and self._facts.copies:
-            what = f"keeps copies of its weights (weight_cache_mode {self._facts.copies!r})"
-        elif "native" not in info.transports:
-            what = f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
-        if what:
-            raise EngineRefusedError(f"{self.url} {what}", expected=expected, hint=_PLUGIN)
+        if offer.get("make") == self.kind and "native" in self._facts.info.transports:
+            return
+        raise EngineRefusedError(
+            f"{self.url} cannot take broadcasts of a transport that speaks to {offer.get('make')!r}",
+            expected="make='sglang', and a server with one pipeline stage, one replica, and no weight cache",
+            hint=_PLUGIN,
+        )
 
     def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
         return "/init_weights_update_group", {**offer["group"], "rank_offset": rank_offset}
 
     def _leaving(self) -> tuple[str, Info]:
         return "/destroy_weights_update_group", self._named()
+
+    def _finish(self, label: str) -> None:
+        if self.group:
+            self._session("end")
+        self._label(label)
 
     def _named(self) -> Info:
         return {"group_name": str((self.group or {})["group_name"])}
@@ -410,8 +355,8 @@ def sglang_engine(
             with ``keep_cache``. Prefill and decode pools use ``"abort"`` for ``"retract"``, because requests between
             the two pools would hold the cache during the pause.
         keep_cache: keep the keys and values of the old weights: frozen requests, and later requests with the same
-            prefix, continue with them. Each token is still labelled with the version that sampled it. Not for a server
-            that keeps keys and values in a store. Without it, updates fail while requests are frozen in place.
+            prefix, continue with them. Each token is still labelled with the version that sampled it. Without it,
+            updates fail while requests are frozen in place.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses while a request uses it.
@@ -423,19 +368,17 @@ def sglang_engine(
     if pause_mode == "keep":
         pause_mode = "in_place" if keep_cache else "retract"
     settings = Settings(
-        modes=("abort", "retract", "in_place"),
-        frozen="in_place",
         pause_mode=pause_mode,
         keep_cache=keep_cache,
         load_timeout_s=load_timeout_s,
         flush_timeout_s=flush_timeout_s,
     )
-    http = session(url, api_key, timeout_s)
+    settings.check(("abort", "retract", "in_place"), frozen="in_place")
+    http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
     return Engine(partial(_find, http, settings), kind=SGLangPort.kind, url=http.url)
 
 
 def _find(http: HTTPSession, settings: Settings) -> SGLangPort:
-    """Return the port for the server as it is now."""
     facts = known_info(http, SGLangPort.kind)
     port = SGLangPort(http, facts, settings)
     try:
@@ -449,8 +392,7 @@ def describe_sglang(http: HTTPSession) -> EngineInfo | None:
     """Return the description of the SGLang server at the session's address; None if it is another engine."""
     if server_info(http).info.kind != SGLangPort.kind:
         return None
-    how = Settings(modes=("retract",), frozen="in_place", pause_mode="retract", load_timeout_s=http.left_s)
-    return _find(http, how).describe()
+    return _find(http, Settings(load_timeout_s=http.timeout_s)).describe()
 
 
 SGLANG = Make(

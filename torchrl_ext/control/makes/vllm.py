@@ -55,9 +55,10 @@ from torchrl_ext.base.routes import called, confirmed, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
-from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies, session
+from torchrl_ext.control.makes.http import HTTPPort, Settings, StockPort, bodies
 from torchrl_ext.control.makes.server_info import known_info, server_info
 from torchrl_ext.control.port import EngineState, no_adapters, restated
+from torchrl_ext.control.serving.router import refuse_router
 
 log = logging.getLogger("torchrl_ext")
 
@@ -93,20 +94,19 @@ class VLLMPort(HTTPPort):
     )
 
     def describe(self) -> EngineInfo:
-        self._facts, size = server_info(self.http, _KINDS), self._ask("/get_world_size", "world_size")
-        return self._described(size, str(self._ask("/weight_info", "weight_version")))
-
-    def _described(self, world_size: Any, weight_version: Any) -> EngineInfo:
-        info = self._facts.serving(world_size=world_size, weight_version=weight_version)
-        return replace(info, transports=self.followed()) if self.plugin and self.kind == "vllm" else info
-
-    def followed(self) -> tuple[str, ...]:
-        """Return the transports that the workers can follow, or () if they do not say."""
+        """See `Port.describe`. Only ``/server_info`` must answer; other routes and our plugin add details."""
+        self._facts, known = server_info(self.http, _KINDS), {}
+        for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
+            with suppress(EngineRefusedError):
+                known[field] = self._ask(route, field)
+        info = self._facts.serving(**known)
+        if not self.plugin or self.kind != "vllm":
+            return info
         try:
-            return self._followed if self._followed or self.has_plugin() else ()
+            return replace(info, transports=self._followed if self._followed or self.has_plugin() else ())
         except (EngineError, DeadlineError) as error:
             log.warning("%s does not report which transports it can follow: %s", self.url, error)
-            return ()
+            return replace(info, transports=())
 
     def paused(self) -> bool:
         return bool(self._ask("/is_paused", "is_paused"))
@@ -119,7 +119,7 @@ class VLLMPort(HTTPPort):
             case Leave():
                 return []
             case Join():
-                self._refuse()
+                self._refuse(message)
         answer = self._post("/collective_rpc", called(message), timeout_s=self.timeout_s)
         answers = answers_of(answer["results"], f"{self.url}/collective_rpc")
         match message:
@@ -130,21 +130,13 @@ class VLLMPort(HTTPPort):
                 self._post("/update_weight_version", {"new_version": str(message.version)})
         return answers
 
-    def _refuse(self) -> None:
-        """Refuse a sender that this server would follow wrongly."""
-        if self._settings.keep_cache and self._facts.kv_connectors:
-            names = ", ".join(self._facts.kv_connectors)
+    def _refuse(self, message: Join) -> None:
+        if self._settings.keep_cache and self._facts.kv_connector:
             raise ConfigError(
-                f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
+                f"{self.url} has KV connector {self._facts.kv_connector}, which would go on serving keys and values of "
+                "the old weights",
                 expected="keep_cache=False, or a server without a connector",
                 state="the engine's weights and its pause are unchanged",
-            )
-        if self._facts.is_guest:
-            raise ConfigError(
-                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that maps "
-                "them",
-                expected="a server with weights of its own: another --load-format than ipc_cache",
-                state="nothing was sent",
             )
 
     def drop_cached(self) -> None:
@@ -196,7 +188,6 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def _ask(self, route: str, field: str) -> Any:
-        """Return a field of the answer to ``GET route``."""
         answer = _in_dev_mode(lambda: self.http.get(route))
         if not isinstance(answer, dict) or field not in answer:
             what = f"GET {self.url}{route} answered {str(answer)[:120]!r}"
@@ -209,7 +200,6 @@ class VLLMPort(HTTPPort):
 
 
 def _in_dev_mode(ask: Callable[[], Any]) -> Any:
-    """Return what a route answers; add a hint to the error of a route that is absent."""
     try:
         return ask()
     except RouteAbsent as error:
@@ -222,29 +212,6 @@ class StockVLLMPort(StockPort, VLLMPort):
 
     lacking, wanted, hint = "vLLM without our plugin", 'the plugin in group "vllm.general_plugins"', PLUGIN
     _clean = False  # whether no layer is half-filled, which vLLM cannot report
-
-    def state(self) -> EngineState:
-        return EngineState()
-
-    def sleep(self, level: int, tags: frozenset[str]) -> None:
-        raise EngineRefusedError(f"{self.url} runs vLLM without our plugin, and does not say what sleeps", hint=PLUGIN)
-
-    def call(self, message: Message) -> list[Info]:
-        match message:
-            case Start():
-                self._start()
-                self.drop_cached()
-            case Load():
-                self._load(message)
-            case Finish():
-                self._finish(str(message.version))
-                self._clean = True
-            case Join():
-                self._refuse()
-                return super().call(message)
-            case _:
-                return super().call(message)
-        return []
 
     def _check(self, offer: Info) -> None:
         if (self._facts.transfer_backend, offer.get("make")) != ("nccl", "vllm"):
@@ -265,7 +232,7 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _leaving(self) -> tuple[str, None]:
         return "/shutdown_weight_transfer_engine", None
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         """Begin an update; after a failed one, reset its half-filled layers first.
 
         After a failure vLLM 0.32 keeps the tensors that a layer received, and their count
@@ -283,7 +250,7 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _load(self, message: Load) -> None:
         if not self.group:
             body = {"method": "reload_weights", "kwargs": {"weights_path": message.handoff["path"]}}
-            for _ in range(1 if self._clean else 2):  # a failed load may have left half-filled layers, as in `_start`
+            for _ in range(1 if self._clean else 2):  # a failed load may have left half-filled layers, as in `_begin`
                 self._clean = False
                 self._post("/collective_rpc", body, timeout_s=self.timeout_s)
             return
@@ -294,8 +261,9 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _finish(self, label: str) -> None:
         if self.group:
             self._post("/finish_weight_update", {"weight_version": label}, timeout_s=self.timeout_s)
-            return
-        self._post("/update_weight_version", {"new_version": label})
+        else:
+            self._post("/update_weight_version", {"new_version": label})
+        self._clean = True
 
 
 @final
@@ -347,14 +315,9 @@ def vllm_engine(
     Raises:
         ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"keep"``.
     """
-    settings = Settings(
-        modes=("abort", "wait", "keep"),
-        frozen="keep",
-        pause_mode=pause_mode,
-        keep_cache=keep_cache,
-        load_timeout_s=load_timeout_s,
-    )
-    http = session(url, api_key, timeout_s)
+    settings = Settings(pause_mode=pause_mode, keep_cache=keep_cache, load_timeout_s=load_timeout_s)
+    settings.check(("abort", "wait", "keep"), frozen="keep")
+    http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
     return Engine(partial(_find, kind, http, settings), kind=kind, url=http.url)
 
 
@@ -377,12 +340,7 @@ def _describe(kind: str, http: HTTPSession) -> EngineInfo | None:
     """Return the description of the engine at the session's address; None if it is of another kind."""
     if server_info(http).info.kind != kind:
         return None
-    found = _find(kind, http, Settings(modes=("keep",), frozen="keep", pause_mode="keep", load_timeout_s=http.left_s))
-    known = {}
-    for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
-        with suppress(EngineRefusedError):  # an engine may lack these routes
-            known[field] = found._ask(route, field)
-    return found._described(known.get("world_size"), known.get("weight_version"))
+    return _find(kind, http, Settings(load_timeout_s=http.timeout_s)).describe()
 
 
 _ROUTES = ("/collective_rpc", "/pause", "/update_weight_version", "/reset_prefix_cache", "/resume")

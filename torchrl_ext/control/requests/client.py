@@ -8,7 +8,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +26,6 @@ from torchrl_ext.control.requests.generation import Generation, GenerationReques
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import Self
 
 __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 
@@ -35,7 +33,7 @@ log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
-_MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
+_MAX_BODY_BYTES = 256 << 20
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -51,7 +49,7 @@ class InferenceClient:
     any engine; with stop strings it starts again, because one may span two answers. Once all engines have failed, the
     request fails, unless ``persistent``: a lost answer can be sampled again.
 
-    Thread-safe and picklable; its coroutines work in any event loop.
+    Thread-safe and picklable; it holds nothing open, and its coroutines work in any event loop.
 
     Args:
         url: base address of an engine or of a router, or a list of addresses.
@@ -101,9 +99,8 @@ class InferenceClient:
         self._retired: dict[str, float] = {}  # targets that failed, and until when they are avoided
         self._in_work, self._freed = dict.fromkeys(self._targets, 0), asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls: set[Future[Any]] = set()  # until they end, or `close` takes and cancels them
         self._warned = float("-inf")
-        how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
+        how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
 
     @classmethod
@@ -116,7 +113,7 @@ class InferenceClient:
             settings: further arguments of the class.
 
         Raises:
-            ConfigError, EngineUnreachableError, EngineRefusedError, DeadlineError: as `torchrl_ext.discover`.
+            ConfigError, EngineError, DeadlineError: as `torchrl_ext.discover`.
         """
         found = discover(*addresses, api_key=api_key)
         return cls([info.url for info in found], kind=[info.kind for info in found], api_key=api_key, **settings)
@@ -203,11 +200,9 @@ class InferenceClient:
             until: deadline for all of them on the monotonic clock, in seconds.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError: every target failed a request, or one refused it.
-            DeadlineError: some generations did not finish in time; names the engines with requests in flight.
-            EngineError: `close` was called meanwhile.
+            EngineError, DeadlineError: as for `generate`.
         """
-        return await self._until_closed(self._generations(requests, until))
+        return await _on_the_loop(self._generations(requests, until))
 
     async def post(self, route: str, body: Any, session_id: Any, until: float) -> Any:
         """Call a route of any target, and return the JSON answer.
@@ -215,23 +210,9 @@ class InferenceClient:
         Raises:
             EngineRefusedError: a target refused the request, or its answer is not JSON.
             EngineUnreachableError, DeadlineError: no target answered in time; names each target with its reason.
-            EngineError: `close` was called meanwhile.
         """
         asked = self._of_any(lambda url: self._post(url, route, body, session_id, until), until)
-        return await self._until_closed(asked)
-
-    def close(self) -> None:
-        """Close the connections; pending requests fail with an EngineError. A later request connects again."""
-        while self._calls:
-            self._calls.pop().cancel()
-        for session in self._sessions.values():
-            session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return await _on_the_loop(asked)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)
@@ -259,23 +240,6 @@ class InferenceClient:
             f"{', '.join(late or self._targets)} answered too late: {len(found)} of {len(requests)} prompts are done",
             hint="check whether the engine is paused and resume it, request fewer tokens, or raise timeout_s",
         )
-
-    async def _until_closed(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``call`` on the loop that all clients share."""
-        begun = begin(call)
-        self._calls.add(begun)
-        try:
-            return await asyncio.wrap_future(begun)
-        except asyncio.CancelledError:
-            if begun in self._calls:  # the caller was cancelled, and not by `close`
-                raise
-            raise EngineError(
-                f"{', '.join(self._targets)}: the client was closed before its requests had their answers",
-                state="the requests are cancelled",
-                hint="close a client after its last request; a later call opens it again",
-            ) from None
-        finally:
-            self._calls.discard(begun)
 
     async def _whole(self, request: GenerationRequest, until: float) -> list[Generation]:
         """Return the complete continuations of one prompt."""
@@ -384,7 +348,6 @@ class InferenceClient:
                 self._freed.notify_all()
 
     def _joined(self, failed: Mapping[str, EngineError]) -> EngineError:
-        """Return the error for a request that failed on every target."""
         errors = list(failed.values())
         if len(errors) == 1:
             return errors[0]
@@ -395,17 +358,13 @@ class InferenceClient:
         return joined
 
 
+async def _on_the_loop(call: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``call`` on the loop that all clients of the process share."""
+    return await asyncio.wrap_future(begin(call))
+
+
 async def _back_off(attempt: int, until: float, why: EngineError) -> None:
-    """Wait before another attempt, longer after each.
-
-    Args:
-        attempt: number of waits before this one.
-        until: deadline on the monotonic clock, in seconds.
-        why: the last failure.
-
-    Raises:
-        DeadlineError: no time is left for another attempt; the message has the last failure.
-    """
+    """Wait before another attempt, longer after each; raise DeadlineError with the last failure if no time is left."""
     pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 16))
     if until - time.monotonic() <= pause_s:
         raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why

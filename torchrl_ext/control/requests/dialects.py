@@ -4,8 +4,7 @@ vLLM's is its token-in, token-out route (`vllm.entrypoints.scale_out`), which em
 
 SGLang's is its native route (`sglang.srt.managers.io_struct.GenerateReqInput`), with one prompt and one map of sampling
 settings per request, because routers answer lists of either with 422. Seeds take effect only where the server runs with
-``--enable-deterministic-inference``. SGLang's router (0.3.2) forwards all these fields; vLLM's (0.1.17) drops
-``sampling_seed`` and ``min_new_tokens``.
+``--enable-deterministic-inference``. SGLang's router (0.3.2) forwards all these fields.
 """
 
 from __future__ import annotations

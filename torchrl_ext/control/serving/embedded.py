@@ -27,7 +27,6 @@ class EmbeddedSpec(EngineSpec):
 
     name: ClassVar[str] = "embedded"
     module: ClassVar[str] = "torchrl_ext.engines.embedded"
-    key_variable: ClassVar[str | None] = API_KEY_VARIABLE
 
     host: str = field(default="127.0.0.1", init=False)
     plugin: bool = field(default=False, init=False)
@@ -57,7 +56,8 @@ class EmbeddedSpec(EngineSpec):
         return [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
 
     def variables(self) -> dict[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        key = {} if self.api_key is None else {API_KEY_VARIABLE: self.api_key}
+        return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **key}
 
 
 def EmbeddedServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:

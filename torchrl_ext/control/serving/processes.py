@@ -6,6 +6,7 @@ An overlay puts our plugin on a server's ``PYTHONPATH``, so that its environment
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -18,11 +19,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torchrl_ext
 from torchrl_ext.base.deadline import Deadline, in_thread
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GuardedProcess",
+    "ServerSpec",
     "free_port",
     "make_overlay",
     "on_path",
@@ -49,12 +52,76 @@ log = logging.getLogger("torchrl_ext")
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S, _ANSWER_S = 0.1, 5.0
 _GRACE_S = 15.0
-_LOWEST_PORT, _PORT_TRIES = 16384, 64
-_given: set[int] = set()
-_giving = threading.Lock()
+_PORTS, _PORT_TRIES = range(16384, 32768), 64  # below the range of which Linux itself gives ports, ip(7)
 _LOG_CHARS, _LOG_BYTES = 4000, 64 << 20
 _ERRORS = 3
 _ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec(ABC):
+    """The settings that every kind of server has.
+
+    Attributes:
+        name: used in messages.
+        module: import name of the server's program.
+        installed: how to get the server, the hint of the error if it is missing.
+        health: route that answers 200 when the server is ready.
+        host: address to listen on.
+        port: 0 picks a free port.
+        environ: variables such as ``CUDA_VISIBLE_DEVICES``; they override `variables` and this process's own.
+        log_path: file to which the output is appended; None uses a temporary file that `GuardedProcess.stop` removes.
+        python: interpreter of an environment with the server; None uses this process's own.
+        plugin: whether our package is put on the server's path.
+        start_timeout_s: deadline of the start, until the server is healthy, in seconds.
+        extra_args: more arguments for the server.
+    """
+
+    name: ClassVar[str]
+    module: ClassVar[str]
+    installed: ClassVar[str] = "name an interpreter that has it: python=..."
+    health: ClassVar[str] = "/health"
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
+    log_path: str | Path | None = None
+    python: str | Path | None = None
+    plugin: bool = False
+    start_timeout_s: float = 300.0
+    extra_args: Sequence[str] = ()
+
+    @property
+    def interpreter(self) -> Path:
+        """The Python interpreter that runs the server."""
+        return Path(self.python or sys.executable)
+
+    def check(self) -> None:
+        """Check the settings before the start.
+
+        Raises:
+            ConfigError: the settings cannot work, or this environment lacks the server.
+        """
+        package = self.module.partition(".")[0]
+        if self.python is None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"this environment has no {package}", state=f"no {self.name} was started", hint=self.installed
+            )
+
+    @abstractmethod
+    def command(self, port: int) -> list[str]:
+        """Return the program and its arguments."""
+
+    def private(self) -> dict[str, str]:
+        """Return the arguments that go into a YAML file of this user alone, which the program gets as ``--config``.
+
+        Everybody on the machine can read a command line.
+        """
+        return {}
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that the server needs, except ``PYTHONPATH`` for our plugin."""
+        return {}
 
 
 class GuardedProcess:
@@ -64,55 +131,36 @@ class GuardedProcess:
     this process, and the program ends however this process dies.
 
     Args:
-        command: program and arguments.
-        name: used in messages.
-        url: base address of the server.
-        health: the server's route that answers 200 when it is ready.
-        environ: variables added to this process's own.
-        log_path: file to which the output is appended; None uses a temporary file that `stop` removes.
-        start_timeout_s: deadline of the start, in seconds; see `wait_until_healthy`.
-        shared_memory: name prefixes of files in /dev/shm that the program creates and may leave behind; `stop` removes
-            those that the program has mapped.
-        plugin: whether the program is an interpreter that has to find our package and its entry points.
-        private: arguments that are not put on the command line, which everybody on the machine can read, but into a
-            YAML file of this user alone, which the program gets as ``--config``.
+        spec: what to start.
 
     Attributes:
+        name: used in messages.
+        url: base address of the server.
         pid: the program's process id.
         log_path: file with the output.
 
     Raises:
-        EngineError: the program could not be started.
-        DeadlineError: the program was not started in time.
+        ConfigError: the settings cannot work, the port is taken, or a package is missing.
+        EngineError, DeadlineError: the program could not be started, or not in time.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        url: str,
-        health: str = "/health",
-        environ: Mapping[str, str] | None = None,
-        log_path: str | Path | None = None,
-        start_timeout_s: float = 300.0,
-        shared_memory: tuple[str, ...] = (),
-        plugin: bool = False,
-        private: Mapping[str, str] | None = None,
-    ) -> None:
-        self.name, self.url, self._health, self._shared_memory = name, url, health, shared_memory
-        self._within, self._http = Deadline(start_timeout_s), HTTPSession(url, timeout_s=_ANSWER_S)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{name}-"))
-        self.log_path, self._kept = Path(log_path or self._folder / "log"), log_path is not None
-        variables = {**os.environ, **(environ or {})}
+    def __init__(self, spec: ServerSpec) -> None:
+        spec.check()
+        port = usable_port(spec.port, spec.host)
+        self.name, self._health = spec.name, spec.health
+        self.url, command, private = f"http://{reachable(spec.host)}:{port}", spec.command(port), spec.private()
+        self._within, self._http = Deadline(spec.start_timeout_s), HTTPSession(self.url, timeout_s=_ANSWER_S)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{self.name}-"))
+        self.log_path, self._kept = Path(spec.log_path or self._folder / "log"), spec.log_path is not None
+        variables = {**os.environ, **spec.variables(), **spec.environ}
         try:
-            if plugin:
+            if spec.plugin:
                 variables["PYTHONPATH"] = on_path(make_overlay(self._folder / "overlay"), variables.get("PYTHONPATH"))
             if private:
                 file = self._folder / "config.yaml"
                 file.touch(mode=0o600)
                 file.write_text(json.dumps(private))  # JSON is YAML
-                command = [*command, "--config", str(file)]
+                command += ["--config", str(file)]
             with self.log_path.open("ab") as log:
                 self._began = log.tell()  # an earlier run may have used the same file
                 self._guard = subprocess.Popen(
@@ -127,7 +175,7 @@ class GuardedProcess:
             shutil.rmtree(self._folder)
             raise
         try:
-            self.pid = self._first_word(start_timeout_s)
+            self.pid = self._first_word(spec.start_timeout_s)
         except BaseException:
             self.stop()
             raise
@@ -175,10 +223,7 @@ class GuardedProcess:
 
     def stop(self) -> None:
         """End the program and everything that it started, and wait. May be called twice."""
-        left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
         self._end(self._guard)
-        for path in left:
-            path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -195,7 +240,6 @@ class GuardedProcess:
         return b""
 
     def _first_word(self, timeout_s: float) -> int:
-        """Return the program's process id, which the guard prints first."""
         said = self._guard.stdout
         if said is None or not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
@@ -236,36 +280,15 @@ def stop_all(servers: Iterable[GuardedProcess]) -> None:
         end.result()
 
 
-def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
-    """Return files in /dev/shm with these prefixes that a process or a descendant has mapped; none without /proc."""
-    found = set()
-    for process in (pid, *descendants(pid)):
-        with contextlib.suppress(OSError):  # it has ended
-            paths = (line.split(maxsplit=5)[5:] for line in Path(f"/proc/{process}/maps").read_text().splitlines())
-            found |= {Path(path[0]) for path in paths if path and path[0].startswith("/dev/shm/")}
-    return {path for path in found if path.name.startswith(prefixes)}
-
-
 def free_port() -> int:
-    """Return a free port of 127.0.0.1 that this function has not returned before.
-
-    The port is below the system's ephemeral range if possible: a server may take a minute to listen, and meanwhile the
-    system could give a port of that range to another process.
+    """Return a free port of 127.0.0.1, one that the system gives to nobody before the server listens on it.
 
     Raises:
         EngineError: no port is free.
     """
-    lowest = _LOWEST_PORT
-    with contextlib.suppress(OSError, ValueError, IndexError):  # ip(7)
-        lowest = max(lowest, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
-    with _giving:
-        below = list(set(range(_LOWEST_PORT, lowest)) - _given)
-        for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), *[0] * _PORT_TRIES]:
-            with contextlib.suppress(OSError):
-                found = _bound(port, "127.0.0.1")
-                if found not in _given:
-                    _given.add(found)
-                    return found
+    for port in [*random.SystemRandom().sample(_PORTS, _PORT_TRIES), 0]:
+        with contextlib.suppress(OSError):
+            return _bound(port, "127.0.0.1")
     raise EngineError("there is no free port on 127.0.0.1")
 
 

@@ -17,37 +17,23 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from urllib.parse import quote, urlsplit
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError
 from torchrl_ext.control.http import HTTPSession, Keys, normalise_url
 
-__all__ = ["RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
+__all__ = ["RouterClient", "engine_key", "listed_workers", "refuse_router"]
 
 _LOOK_S = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterWorker:
-    """One engine in a router's list.
-
-    Attributes:
-        url: base address, without a trailing slash.
-        worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
-        key: the router's id for the engine; "" if the router uses the address.
-    """
-
-    url: str
-    worker_type: str = "regular"
-    key: str = ""
-
-
 class RouterClient:
     """Adds regular engines to one router and removes them.
+
+    Every method raises EngineUnreachableError, EngineRefusedError or DeadlineError if the router does not answer,
+    refuses, or does not do what it accepted in time.
 
     Args:
         url: base address of the router.
@@ -66,53 +52,35 @@ class RouterClient:
         """The router's base address."""
         return self._http.url
 
-    def workers(self) -> tuple[RouterWorker, ...]:
-        """Return the engines that the router sends requests to, in its order.
-
-        Raises:
-            EngineUnreachableError, DeadlineError: the router does not answer.
-            EngineRefusedError: the server is not a router.
-        """
+    def workers(self) -> dict[str, str]:
+        """Return the engines that get requests, in the router's order: base address -> the router's name for it."""
         found = listed_workers(self._http)
         if found is None:
             raise EngineRefusedError(f"{self.url} lists no workers", expected="a router that answers GET /workers")
         return found
 
     def add(self, url: str) -> None:
-        """Make the router send requests to the engine at ``url``; do nothing if it already does.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError: the router does not answer, or refuses.
-            DeadlineError: the router does not answer, or does not list the engine, in time.
-        """
+        """Make the router send requests to the engine at ``url``; do nothing if it already does."""
         url = normalise_url(url)
         if self._find(url) is None:
             self._http.call("POST", "/workers", {"url": url, "worker_type": "regular"}).checked()
             self.expect([url])
 
     def expect(self, urls: Collection[str]) -> None:
-        """Wait until the router lists the engines at ``urls``: it accepts changes before it makes them.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
-        """
+        """Wait until the router lists the engines at ``urls``: it accepts changes before it makes them."""
         for url in urls:
             late = f"{self.url} did not list {url}"
             Deadline(self._timeout_s).poll(partial(self._find, url), late, longest_s=_LOOK_S)
 
     def remove(self, url: str) -> None:
-        """Make the router stop sending requests to the engine at ``url``; running requests continue.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
-        """
+        """Make the router stop sending requests to the engine at ``url``; running requests continue."""
         if known := self._find(url):
-            self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}").checked()
+            self._http.call("DELETE", f"/workers/{quote(known, safe='')}").checked()
             late = f"{self.url} did not remove {url}"
             Deadline(self._timeout_s).poll(lambda: self._find(url) is None, late, longest_s=_LOOK_S)
 
-    def _find(self, url: str) -> RouterWorker | None:
-        return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
+    def _find(self, url: str) -> str | None:
+        return next((name for one, name in self.workers().items() if engine_key(one) == engine_key(url)), None)
 
 
 def engine_key(url: str) -> tuple[str, str, int | None, str]:
@@ -131,16 +99,15 @@ def engine_key(url: str) -> tuple[str, str, int | None, str]:
     return parts.scheme, host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path
 
 
-def listed_workers(session: HTTPSession) -> tuple[RouterWorker, ...] | None:
-    """Return the workers of the router at the session's address, in its order; None if the server is not a router.
+def listed_workers(session: HTTPSession) -> dict[str, str] | None:
+    """Return `RouterClient.workers` of the router at the session's address; None if the server is not a router.
 
     Raises:
         EngineUnreachableError, DeadlineError: nothing answers at the address.
     """
     try:
-        rows: Any = session.call("GET", "/workers").json()
-        rows = rows["workers"]
-        return tuple(map(_worker, rows)) if isinstance(rows, list) else None
+        rows = session.call("GET", "/workers").json()["workers"]
+        return {normalise_url(row["url"]): str(row.get("id") or row["url"]) for row in rows}
     except (EngineRefusedError, ValueError, KeyError, TypeError, AttributeError):  # ConfigError is a ValueError
         return None  # an engine, or a server whose refusal the caller's own call meets
 
@@ -159,11 +126,3 @@ def refuse_router(session: HTTPSession) -> None:
             state="nothing was sent to any engine",
             hint="give each engine's own address; a router is for generation requests only",
         )
-
-
-def _worker(row: Any) -> RouterWorker:
-    return RouterWorker(
-        url=normalise_url(row["url"]),
-        worker_type=str(row.get("worker_type") or "regular").lower(),
-        key=str(row.get("id") or ""),
-    )

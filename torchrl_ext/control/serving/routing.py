@@ -90,11 +90,7 @@ class Routing:
 
     @classmethod
     def over(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> Routing:
-        """Discover the engines at ``addresses`` and put them behind a router.
-
-        Raises:
-            ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
-        """
+        """Discover the engines at ``addresses`` and put them behind a router; raises as `torchrl_ext.discover` does."""
         return cls(discover(*addresses, api_key=api_key), api_key=api_key, **settings)
 
     def client(self, **settings: Any) -> InferenceClient:
@@ -176,7 +172,7 @@ class Routing:
             log.warning("router %s is unchanged: no engine serves a version of this run", self.url)
             return
         fit = {key for key, row in rows.items() if row in serving and row.version == newest}
-        used = {engine_key(worker.url) for worker in self.router.workers()}
+        used = set(map(engine_key, self.router.workers()))
         changed = (ours.keys() & used) ^ (ours.keys() & fit)
         for key in sorted(changed, key=fit.__contains__):  # those with older weights leave first
             info, known = ours[key], rows.get(key)
@@ -203,7 +199,6 @@ class Routing:
         self.close()
 
     def _start(self, settings: dict[str, Any]) -> str:
-        """Start a router for the engines; return its address."""
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in self.engines:
             port = info.bootstrap_port

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,94 +11,9 @@ from typing import Any, ClassVar
 from torchrl_ext.base.devices import accelerator
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.control.serving.processes import (
-    GuardedProcess,
-    free_port,
-    reachable,
-    stop_all,
-    usable_port,
-    wait_until_healthy,
-)
+from torchrl_ext.control.serving.processes import GuardedProcess, ServerSpec, free_port, stop_all, wait_until_healthy
 
-__all__ = [
-    "CPU_PLUGIN",
-    "EngineSpec",
-    "RouterProcess",
-    "RouterSpec",
-    "ServerSpec",
-    "as_flags",
-    "check_pools",
-    "launch",
-    "start",
-]
-
-CPU_PLUGIN = "torchrl_ext_cpu"
-"""The plugin that environments of `torchrl_ext.cli.environments` have; engines pass over one that they lack."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSpec(ABC):
-    """The settings that every kind of server has.
-
-    Attributes:
-        name: used in messages.
-        module: import name of the server's program.
-        installed: how to get the server, the hint of the error if it is missing.
-        health: route that answers 200 when the server is ready.
-        shared_memory: see `GuardedProcess`.
-        host: address to listen on.
-        port: 0 picks a free port.
-        environ: variables such as ``CUDA_VISIBLE_DEVICES``; they override `variables` and this process's own.
-        log_path: see `GuardedProcess`.
-        python: interpreter of an environment with the server; None uses this process's own.
-        plugin: whether our package is put on the server's path.
-        start_timeout_s: deadline of the start, in seconds.
-        extra_args: more arguments for the server.
-    """
-
-    name: ClassVar[str]
-    module: ClassVar[str]
-    installed: ClassVar[str] = "name an interpreter that has it: python=..."
-    health: ClassVar[str] = "/health"
-    shared_memory: ClassVar[tuple[str, ...]] = ()
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    environ: Mapping[str, str] = field(default_factory=dict)
-    log_path: str | Path | None = None
-    python: str | Path | None = None
-    plugin: bool = False
-    start_timeout_s: float = 300.0
-    extra_args: Sequence[str] = ()
-
-    @property
-    def interpreter(self) -> Path:
-        """The Python interpreter that runs the server."""
-        return Path(self.python or sys.executable)
-
-    def check(self) -> None:
-        """Check the settings before the start.
-
-        Raises:
-            ConfigError: the settings cannot work, or this environment lacks the server.
-        """
-        package = self.module.partition(".")[0]
-        if self.python is None and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"this environment has no {package}", state=f"no {self.name} was started", hint=self.installed
-            )
-
-    @abstractmethod
-    def command(self, port: int) -> list[str]:
-        """Return the program and its arguments."""
-
-    def private(self) -> dict[str, str]:
-        """Return the arguments that nobody else on the machine may read, for `GuardedProcess`."""
-        return {}
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables that the server needs, except ``PYTHONPATH`` for our plugin."""
-        return {}
+__all__ = ["EngineSpec", "RouterProcess", "RouterSpec", "as_flags", "check_pools", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +22,16 @@ class EngineSpec(ServerSpec):
 
     Attributes:
         probe: route that a router checks if the engine has no key; it answers 200 while the engine is paused.
-        key_variable: environment variable that sets the engine's key; None if the key is an argument.
-        negates: whether ``--no-x`` makes the setting ``x`` false.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: maximum tokens of a sequence, prompt included; None uses the model's limit.
         tensor_parallel_size: workers that share the model.
         cpu: whether the server computes on the CPU; None does so if this process sees no GPU.
         sleep_mode: let the server release device memory; no effect on a CPU.
+        api_key: the key that the server requires; never on a command line, which everybody can read.
     """
 
     probe: ClassVar[str] = "/health"
-    key_variable: ClassVar[str | None] = None
-    negates: ClassVar[bool] = False
 
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"
@@ -130,6 +39,7 @@ class EngineSpec(ServerSpec):
     tensor_parallel_size: int = 1
     cpu: bool | None = None
     sleep_mode: bool = False
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -149,7 +59,7 @@ class EngineSpec(ServerSpec):
     def of(cls, model_dir: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
         """Return the spec with these settings; those that are no fields become arguments of the server.
 
-        ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, and None gives nothing.
+        ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, False ``--no-x``, and None nothing.
 
         Raises:
             ConfigError: this kind of engine cannot be given a setting.
@@ -163,24 +73,9 @@ class EngineSpec(ServerSpec):
                 expected=f"some of {', '.join(known)}",
             )
         if others:
-            words = [word for name, value in others.items() for word in cls._argument(name, value)]
+            words = [word for name, value in others.items() for word in _argument(name.replace("_", "-"), value)]
             found["extra_args"] = (*found.get("extra_args", ()), *words)
         return cls(model_dir, **found)
-
-    @classmethod
-    def _argument(cls, name: str, value: Any) -> list[str]:
-        """Return the words of one argument."""
-        flag = name.replace("_", "-")
-        if value is False and not cls.negates:
-            raise ConfigError(
-                f"an engine of kind {cls.name!r} has no argument that makes {name} false",
-                expected="true, or another value",
-                hint="leave it out, so that the engine's own default applies",
-            )
-        if isinstance(value, bool):
-            return [f"--{flag}" if value else f"--no-{flag}"]
-        words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
-        return [] if value is None else [f"--{flag}", *map(str, words)]
 
     def check(self) -> None:
         if not self.model.is_dir():
@@ -197,44 +92,21 @@ class EngineSpec(ServerSpec):
         """Whether the server computes on the CPU."""
         return not accelerator() if self.cpu is None else self.cpu
 
-    def allow_list(self, others: Iterable[str]) -> str:
-        """Return an allow-list of plugins: ``others``, ours, and that of our CPU environments if this is a CPU."""
-        ours = ("torchrl_ext", CPU_PLUGIN) if self.on_cpu else ("torchrl_ext",)
-        return ",".join(dict.fromkeys([*filter(None, map(str.strip, others)), *ours]))
 
-
-def launch(spec: ServerSpec) -> GuardedProcess:
-    """Start a server as a child process, without a wait until it is healthy.
-
-    Raises:
-        ConfigError: the settings cannot work, the port is taken, or a package is missing.
-        EngineError, DeadlineError: as for `GuardedProcess`.
-    """
-    spec.check()
-    port = usable_port(spec.port, spec.host)
-    return GuardedProcess(
-        spec.command(port),
-        name=spec.name,
-        url=f"http://{reachable(spec.host)}:{port}",
-        environ={**spec.variables(), **spec.environ},
-        health=spec.health,
-        log_path=spec.log_path,
-        start_timeout_s=spec.start_timeout_s,
-        shared_memory=spec.shared_memory,
-        plugin=spec.plugin,
-        private=spec.private(),
-    )
+def _argument(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [] if value is None else [f"--{flag}", *map(str, words)]
 
 
 def start(spec: ServerSpec) -> GuardedProcess:
     """Start a server as a child process and wait until it is healthy.
 
     Raises:
-        ConfigError: as for `launch`.
-        EngineError: the server ended while starting; the message has the end of its log.
-        DeadlineError: the server was not healthy in time and was ended.
+        ConfigError, EngineError, DeadlineError: as for `GuardedProcess`, and for its `healthy`; the server was ended.
     """
-    server = launch(spec)
+    server = GuardedProcess(spec)
     try:
         wait_until_healthy([server])
     except BaseException:
@@ -324,19 +196,15 @@ class RouterSpec(ServerSpec):
         return command + (["--worker-urls", *self.workers] if self.workers else [])
 
 
-def RouterProcess(
-    workers: Sequence[str] = (), *, kind: str = "vllm", make: str | None = None, **settings: Any
-) -> GuardedProcess:
-    """Start a router and wait until it is healthy; raises as `start`.
+def RouterProcess(workers: Sequence[str] = (), *, kind: str = "vllm", **settings: Any) -> GuardedProcess:
+    """Start the router of a make of engines and wait until it is healthy; raises as `start`.
 
     A session's requests stay on one engine: vLLM's router identifies the session by ``X-Session-ID``, SGLang's by
-    ``X-SMG-Routing-Key``; our clients send both. With ``make="vllm"``, SGLang requests lose their seeds and minimum
-    lengths, because vLLM's router drops these fields, and SGLang pools do not work.
+    ``X-SMG-Routing-Key``; our clients send both.
 
     Args:
         workers: base addresses of regular engines.
         kind: kind of the engines, as in `EngineInfo`.
-        make: the vendor whose router is started; None uses ``kind``.
         settings: further fields of `RouterSpec`.
     """
-    return start(engines.part(make or kind, "router")(workers, **settings))
+    return start(engines.part(kind, "router")(workers, **settings))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.control.serving.processes import GuardedProcess, free_port
 from torchrl_ext.control.serving.server import EngineSpec, RouterSpec, as_flags, start
 
@@ -26,7 +24,6 @@ _CPU_ARGUMENTS = {
     "max-total-tokens": "4096",
     "max-running-requests": "8",
 }
-_KEYS = ("--api-key", "--admin-api-key")  # no variables set them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +32,9 @@ class SGLangSpec(EngineSpec):
 
     Sleep mode needs `torch_memory_saver` in the server's environment. Without the plugin the server can be updated only
     from full files.
+
+    Attributes:
+        admin_api_key: the key for control; None for one key.
     """
 
     name: ClassVar[str] = "sglang"
@@ -44,9 +44,9 @@ class SGLangSpec(EngineSpec):
     # On a paused server /health, which generates a token, hangs for 20 s and then answers 503, unless the server has
     # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (our servers have it). /ping requires the key, if any, unlike /health.
     probe: ClassVar[str] = "/ping"
-    shared_memory: ClassVar[tuple[str, ...]] = ("sgl_shm_", "sglang_loads_")
 
     plugin: bool = True
+    admin_api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def role(cls, worker_type: str) -> dict[str, Any]:
@@ -55,15 +55,6 @@ class SGLangSpec(EngineSpec):
         # two prefill engines on one machine would share SGLang's default port
         port = {"disaggregation_bootstrap_port": free_port()} if worker_type == "prefill" else {}
         return {"disaggregation_mode": worker_type, **port}
-
-    def check(self) -> None:
-        super().check()
-        if self.private() and "--config" in self.extra_args:
-            raise ConfigError(
-                "SGLang reads one configuration file, and the key would need another",
-                expected="a key, or --config",
-                hint="write api-key into your file",
-            )
 
     def command(self, port: int) -> list[str]:
         cpu = self.on_cpu
@@ -78,18 +69,16 @@ class SGLangSpec(EngineSpec):
         }
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments), "--skip-server-warmup"]
         more = _CPU_FLAGS if cpu else _SLEEP_FLAGS if self.sleep_mode else ()
-        return [*command, *more, *_split(self.extra_args)[1]]
+        return [*command, *more, *self.extra_args]
 
     def private(self) -> dict[str, str]:
-        return _split(self.extra_args)[0]
+        keys = {"api-key": self.api_key, "admin-api-key": self.admin_api_key}  # no variables set them
+        return {name: key for name, key in keys.items() if key is not None}
 
     def variables(self) -> dict[str, str]:
         # do not import from the current folder, which may be a checkout of this library
         environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
         environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probe`: routers may ask /health
-        allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
-        if allowed:
-            environ["SGLANG_PLUGINS"] = self.allow_list(allowed.split(","))
         if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
@@ -113,18 +102,6 @@ class SGLangRouterSpec(RouterSpec):
 def SGLangServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
     """Start a stock SGLang server and wait until it is healthy; see `start`, and `SGLangSpec` for the settings."""
     return start(SGLangSpec(model_dir, **settings))
-
-
-def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the keys among arguments, by name without the dashes, and the other arguments."""
-    keys, others, words = dict[str, str](), list[str](), iter(arguments)
-    for word in words:
-        name, is_whole, value = word.partition("=")
-        if name in _KEYS:
-            keys[name.removeprefix("--")] = value if is_whole else next(words, "")
-        else:
-            others.append(word)
-    return keys, others
 
 
 def _cores(workers: int) -> str:

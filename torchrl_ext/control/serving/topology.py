@@ -1,6 +1,6 @@
 """A training job's models and engines: planned in a YAML file, started or found, and served behind routers.
 
-The keys and their resolution are those of the options ``--vllm-config`` and ``--sglang-config`` of the seeds::
+The keys and their resolution are those of vime's ``--vllm-config`` and slime's ``--sglang-config``::
 
     vllm:
       - name: actor
@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,13 +28,12 @@ import msgspec
 from torchrl_ext.base.devices import visible_devices
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.base.registry import engines
-from torchrl_ext.base.types import EngineInfo
 from torchrl_ext.control.discovery import discover
 from torchrl_ext.control.serving.processes import GuardedProcess, stop_all, wait_until_healthy
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import EngineSpec, check_pools, launch
+from torchrl_ext.control.serving.server import EngineSpec, check_pools
 
-__all__ = ["EnginePlan", "ExternalEngines", "ModelPlan", "OwnedEngines", "Serving", "parse_plans", "read_plans"]
+__all__ = ["EnginePlan", "ModelPlan", "OwnedEngines", "Serving", "parse_plans", "read_plans"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -53,8 +52,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True):
     model_path: str | None = None
     num_gpus_per_engine: _Count | None = None
     update_weights: bool | Literal["auto"] = "auto"
-    server_groups: list[_Group] | None = None
-    engine_groups: list[_Group] | None = None
+    server_groups: list[_Group] = []
 
 
 _Models = Annotated[
@@ -81,9 +79,7 @@ class EnginePlan:
     gpus: tuple[int, ...]
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    def spec(
-        self, settings: Mapping[str, Any], *, api_key: str | None = None, log_folder: str | Path | None = None
-    ) -> EngineSpec:
+    def spec(self, settings: Mapping[str, Any], *, log_folder: str | Path | None = None) -> EngineSpec:
         """Return what the engine is started with on this machine; the arguments are as for `OwnedEngines`.
 
         Raises:
@@ -92,12 +88,7 @@ class EnginePlan:
         make: type[EngineSpec] = engines.part(self.kind, "server")
         try:
             wanted: dict[str, Any] = {**settings, **make.role(self.worker_type), **self.overrides}
-            environ = _pinned(self)
-            if api_key is not None and make.key_variable is not None:
-                environ[make.key_variable] = api_key
-            elif api_key is not None:
-                wanted.setdefault("api_key", api_key)
-            wanted["environ"] = {**environ, **wanted.get("environ", {})}
+            wanted["environ"] = {**_pinned(self), **wanted.get("environ", {})}
             if log_folder is not None:
                 wanted.setdefault("log_path", Path(log_folder) / f"{self.name.replace('/', '-')}.log")
             if "tensor_parallel_size" in make.settings():
@@ -172,21 +163,16 @@ def parse_plans(content: Any, *, hf_checkpoint: str | Path | None = None) -> tup
 
 def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: Iterator[int]) -> ModelPlan:
     """Return a model's plan; its engines get the next ``devices``."""
-    name, default = row.name, row.model_path or str(hf_checkpoint or "")
-    if row.server_groups is not None and row.engine_groups is not None:
-        raise ConfigError(
-            f"model {name!r} has both server_groups and engine_groups", expected="one of them, since they mean the same"
-        )
+    name, path = row.name, row.model_path or str(hf_checkpoint or "")
     plans: list[EnginePlan] = []
-    for group in row.server_groups or row.engine_groups or []:
+    if row.server_groups and not path:
+        raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
+    for group in row.server_groups:
         overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
-        path = str(overrides.pop("model_path", default))
         each = group.num_gpus_per_engine or row.num_gpus_per_engine or 1
         mine = tuple(itertools.islice(devices, group.num_gpus))
         if len(mine) % each:
             raise ConfigError(f"a group of {name!r} has {len(mine)} GPUs for engines of {each}", expected="a multiple")
-        if not path:
-            raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
         before = sum(plan.worker_type == group.worker_type for plan in plans)
         plans += [
             EnginePlan(
@@ -199,17 +185,13 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
             )
             for first in range(0, len(mine), each)
         ]
-    types = {plan.worker_type for plan in plans}
-    check_pools(f"model {name!r}", types)
-    paths = sorted({plan.model_path for plan in plans}) or [default]
-    if len(paths) > 1:
-        raise ConfigError(f"groups of {name!r} have different paths: {', '.join(paths)}", expected="one model")
+    check_pools(f"model {name!r}", {plan.worker_type for plan in plans})
     follows = row.update_weights
     if follows == "auto":
-        follows = hf_checkpoint is not None and os.path.abspath(paths[0]) == os.path.abspath(hf_checkpoint)
+        follows = hf_checkpoint is not None and os.path.abspath(path) == os.path.abspath(hf_checkpoint)
         if not follows:
             words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
-            log.warning(words, name, paths[0], hf_checkpoint)
+            log.warning(words, name, path, hf_checkpoint)
     return ModelPlan(name=name, kind=kind, update_weights=follows, engines=tuple(plans))
 
 
@@ -218,19 +200,15 @@ class Serving:
 
     Attributes:
         engines: the processes of owned engines, by the names of their plans.
-        models: the routing of each model, by name.
+        models: the routing of each model, by name; running engines are one model (`Routing.over`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **models: Routing) -> None:
         self.engines: dict[str, GuardedProcess] = {}
-        self.models: dict[str, Routing] = {}
+        self.models = models
 
     def model(self, name: str) -> Routing:
-        """Return the routing of the model called ``name``.
-
-        Raises:
-            ConfigError: there is no such model; the message lists the names.
-        """
+        """Return the routing of the model called ``name``; ConfigError, which lists the names, if there is none."""
         if name not in self.models:
             raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
         return self.models[name]
@@ -246,22 +224,6 @@ class Serving:
 
     def __exit__(self, *_: Any) -> None:
         self.shutdown()
-
-
-def ExternalEngines(*addresses: str, router: str | None = None, **settings: Any) -> Serving:
-    """Serve the model ``default`` with running engines; start a router unless one is given.
-
-    Args:
-        addresses: ``host:port`` of each engine.
-        router: ``host:port`` of a running router.
-        settings: for `Routing`.
-
-    Raises:
-        ConfigError, EngineError, DeadlineError: as for `Routing.over`.
-    """
-    serving = Serving()
-    serving.models["default"] = Routing.over(*addresses, router=router, **settings)
-    return serving
 
 
 def OwnedEngines(
@@ -285,7 +247,7 @@ def OwnedEngines(
         api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
             Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
         log_folder: directory for one log file per engine; None uses temporary files.
-        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require another key; or
+        router: settings of each `RouterProcess`, such as ``policy``, and ``api_key`` if engines require another key; or
             ``{"router": address}`` of a running router, for a single model.
         settings: of every engine, such as ``dtype`` or ``python``; a plan's overrides take precedence.
 
@@ -302,13 +264,13 @@ def OwnedEngines(
             hint="leave it out",
         )
     plans = [plan for model in models for plan in model.engines]
-    specs = {plan.name: plan.spec(settings, api_key=api_key, log_folder=log_folder) for plan in plans}
+    specs = {plan.name: plan.spec({"api_key": api_key, **settings}, log_folder=log_folder) for plan in plans}
     if log_folder is not None:
         Path(log_folder).mkdir(parents=True, exist_ok=True)
     serving = Serving()
     try:
         for name, spec in specs.items():
-            serving.engines[name] = launch(spec)
+            serving.engines[name] = GuardedProcess(spec)
         wait_until_healthy(serving.engines.values())
         for model in models:
             serving.models[model.name] = _routed(model, serving.engines, routers)
@@ -334,16 +296,8 @@ def _pinned(plan: EnginePlan) -> dict[str, str]:
 
 
 def _routed(model: ModelPlan, processes: Mapping[str, GuardedProcess], settings: Mapping[str, Any]) -> Routing:
-    """Put the engines of a model behind a router."""
-    urls = {plan.name: processes[plan.name].url for plan in model.engines}
-    # the choice of a transport needs the engines' capabilities; a router needs the prefill engines' bootstrap ports
-    asked = [urls[plan.name] for plan in model.engines if model.update_weights or plan.worker_type == "prefill"]
-    found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
-    infos = []
-    for plan in model.engines:
-        url = urls[plan.name]
-        planned = EngineInfo(url=url, kind=model.kind, num_gpus=len(plan.gpus), model=plan.model_path)
-        infos.append(replace(found.get(url, planned), kind=model.kind, worker_type=plan.worker_type))
+    urls = [processes[plan.name].url for plan in model.engines]
+    infos = discover(*urls, api_key=settings["api_key"]) if urls else []
     own = {} if "router" in settings else {"kind": model.kind}
     follows = model.update_weights and bool(infos)
     return Routing(infos, name=model.name, update_weights=follows, **{**own, **settings})

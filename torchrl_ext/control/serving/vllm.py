@@ -25,9 +25,6 @@ class VLLMSpec(EngineSpec):
     name: ClassVar[str] = "vllm"
     module: ClassVar[str] = "vllm.entrypoints.openai.api_server"
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or run `torchrl-ext serve vllm`"
-    key_variable: ClassVar[str | None] = "VLLM_API_KEY"
-    negates: ClassVar[bool] = True
-    shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
 
     plugin: bool = True
 
@@ -54,14 +51,15 @@ class VLLMSpec(EngineSpec):
         return [*command, *self.extra_args]
 
     def variables(self) -> dict[str, str]:
-        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list; vLLM adds routes only of plugins on it
-        others = _installed_plugins(self.interpreter) if allowed is None else allowed.split(",")
+        # an allow-list, as vLLM adds routes only of plugins on it; it passes over those that an environment lacks
+        others = os.environ.get("VLLM_PLUGINS", ",".join(_installed_plugins(self.interpreter)))
         environ = {
             "VLLM_SERVER_DEV_MODE": "1",  # required for /collective_rpc and vLLM's RL routes
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_PLUGINS": self.allow_list(others),
+            "VLLM_PLUGINS": f"{others},torchrl_ext,torchrl_ext_cpu",
         }
+        environ |= {} if self.api_key is None else {"VLLM_API_KEY": self.api_key}
         if self.on_cpu:
             own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB
             if self.tensor_parallel_size > 1:
@@ -73,10 +71,7 @@ class VLLMSpec(EngineSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMRouterSpec(RouterSpec):
-    """vLLM's router (vllm-router 0.1.17).
-
-    It asks pools one after the other and drops these fields of `/generate`: sampling_seed, min_new_tokens.
-    """
+    """vLLM's router (vllm-router 0.1.17)."""
 
     module: ClassVar[str] = "vllm_router.launch_router"
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or pip install 'torchrl_ext[router]'"
@@ -91,14 +86,8 @@ def VLLMServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
 
 
 def _installed_plugins(python: Path) -> list[str]:
-    """Return the names of the plugins installed in an environment that vLLM would load by default."""
-    found = importlib.metadata.distributions(path=_packages(python))
+    """Return the names of the plugins of an environment that vLLM would load without an allow-list."""
+    folders = map(str, python.parent.parent.glob("lib/python3*/site-packages"))
+    found = importlib.metadata.distributions(path=sys.path if python == Path(sys.executable) else [*folders])
     points = (point for distribution in found for point in distribution.entry_points)
     return sorted({point.name for point in points if point.group.startswith("vllm.") and "endpoint" not in point.group})
-
-
-def _packages(python: Path) -> list[str]:
-    """Return the package folders of an environment."""
-    if python == Path(sys.executable):
-        return sys.path
-    return [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
