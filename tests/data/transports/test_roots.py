@@ -182,60 +182,43 @@ def link(tmp_path):
     return tmp_path / "root"
 
 
-def emptied(link, **_):
-    for path in link.resolve().iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def made_again(link, **_):
+def made_again(link):
     folder = link.resolve()
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-def flipped(link, **_):
+def flipped(link):
     (link.parent / "second").mkdir()
     (link.parent / "new").symlink_to("second")
     os.replace(link.parent / "new", link)
 
 
-def flipped_to_another_run(link, transport, count):
-    flipped(link)
-    with tx.make_transport(transport, root=link) as other:
-        for number in range(count):
-            other.send_weights(weights(seed=100 + number))
-
-
-WAYS = [emptied, made_again, flipped, flipped_to_another_run]
-
-
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-@pytest.mark.parametrize(("way", "count"), [*((way, 4) for way in WAYS), (emptied, 1), (flipped_to_another_run, 1)])
+@pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.parametrize("driven", [False, True], ids=["alone", "by a sender"])
-def test_readers_and_engines_go_on_where_the_root_is_now(link, way, count, transport, driven):
-    trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
+def test_readers_and_engines_go_on_in_an_emptied_root(root, count, transport, driven):
+    trainer, held = (tx.make_transport(transport, root=root) for _ in range(2))
     own, served = weights(), weights(seed=7)
     sender = tx.WeightSender(trainer, InProcessEngine(served), finite=False)
     for version in range(1, count + 3):
         if version == count + 1:
-            way(link, transport=transport, count=count)
+            for path in root.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         step(own, version)
         if driven:
-            report = sender.update_weights(own)
-            assert report.verified and report.version >= version and same(served, own)
+            assert sender.update_weights(own).verified and same(served, own)
         else:
             trainer.send_weights(own)
-        late = tx.make_transport(transport, root=link)
-        for reader in (held, late):
+        for reader in (held, tx.make_transport(transport, root=root)):
             assert same(reader.receive_weights(0.0), own)
-            assert reader.received_version == (report.version if driven else version)
-    assert Path(link, f"weight_v{late.received_version:06d}").is_dir()
+            assert reader.received_version == version
     sender.shutdown()
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 @pytest.mark.parametrize("way", [made_again, flipped])
-def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transport):
+def test_a_trainer_whose_root_was_moved_is_refused_until_it_ends(link, way, transport):
     first, second, held = (tx.make_transport(transport, root=link) for _ in range(3))
     own, others = weights(), weights(seed=9)
     first.send_weights(own)
@@ -245,13 +228,14 @@ def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transpor
         step(others, number)
         second.send_weights(others)
         before = sorted(link.rglob("*"))
-        with pytest.raises(StoreError, match="another trainer publishes into"):
+        with pytest.raises(StoreError, match="is another directory now"):
             first.send_weights(own)
         assert sorted(link.rglob("*")) == before
         assert same(held.receive_weights(0.0), others)
     second.shutdown()
+    first.shutdown()
     step(own, 3)
-    first.send_weights(own)  # as soon as the other one has left
+    first.send_weights(own)
     for reader in (held, tx.make_transport(transport, root=link)):
         assert same(reader.receive_weights(0.0), own)
     first.shutdown()
@@ -267,6 +251,4 @@ def test_writer_refuses_change_in_directory_it_did_not_lock(link):
         with pytest.raises(StoreError, match="is another directory now"):
             change()
     assert other.get("latest") == b"1"
-    other.disown()
-    assert store.own() and not store.own()
-    store.disown()
+    other.disown(), store.disown()

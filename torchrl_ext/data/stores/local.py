@@ -66,19 +66,17 @@ class LocalStore(Store):
 
     # writer
 
-    def own(self) -> bool:
+    def own(self) -> None:
         """Make and lock the root, and remove what a killed writer left, or this one could not remove; as `Store.own`.
 
         The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process. It
-        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock. Where the root's
-        name means another directory by now (it was removed and made again, mounted anew, or is a link that was moved),
-        that one is locked instead.
+        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock.
         """
-        anew = not (self.owned and self._is_here())
+        self._refuse_moved()
+        anew = not self.owned
         try:
             with self._doing("open"):
                 if anew:
-                    self.disown()
                     self.root.mkdir(parents=True, exist_ok=True)
                     self._descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     self._unlock = weakref.finalize(self, os.close, self._descriptor)
@@ -91,7 +89,6 @@ class LocalStore(Store):
             self.disown()
             raise
         self.owned = True
-        return anew
 
     def disown(self) -> None:
         """Unlock the root, so that another writer may own it."""
@@ -186,20 +183,17 @@ class LocalStore(Store):
 
     # its helpers
 
-    def _is_here(self) -> bool:
-        """Return whether the directory that is locked is what the root's name means now."""
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.root))
-        except OSError:
-            return False
-
     def _refuse_moved(self) -> None:
-        if self.owned and not self._is_here():
+        here = not self.owned
+        if self.owned:
+            with suppress(OSError):
+                here = os.path.samestat(os.fstat(self._descriptor), os.stat(self.root))
+        if not here:
             raise StoreError(
                 f"{self.root} is another directory now than the one into which this trainer publishes",
                 expected="a root that stays",
                 state="nothing was changed in it",
-                hint="send the weights again: the trainer takes what is there now, unless another trainer has it",
+                hint="shut the transport down, and send again: it takes the directory that is there now",
             )
 
     def _lock(self) -> bool:

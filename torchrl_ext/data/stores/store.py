@@ -118,17 +118,13 @@ class Store(ABC):
             StoreError: it cannot be removed.
         """
 
-    def own(self) -> bool:
-        """Become the store's only writer; called before each version, as what the name means may have changed.
-
-        Returns:
-            Whether it was not the writer of what is there now before: versions that it published may not be there.
+    def own(self) -> None:
+        """Become the store's only writer, or make sure of it; called before each version.
 
         Raises:
-            StoreError: another writer owns the store, or it cannot be created.
+            StoreError: another writer owns the store, it cannot be created, or it is another one now.
         """
-        before, self.owned = self.owned, True
-        return not before
+        self.owned = True
 
     def disown(self) -> None:
         """Release the store for another writer; allowed without owning it."""

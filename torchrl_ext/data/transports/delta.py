@@ -292,8 +292,7 @@ class DeltaTransport(StandaloneTransport):
         self._connected = True
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        if self._chain.own():
-            self._writer.forget()
+        self._chain.own()
         self._connected = True
         self._begin()
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
@@ -326,9 +325,7 @@ class DeltaTransport(StandaloneTransport):
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()
         began, stats = time.perf_counter(), TransferStats()
-        if self._chain.own():
-            self._writer.forget()
-            self._shared.moved()
+        self._chain.own()
         delta = self._writer.publish(update.source, update.version, self.ranks.session)
         self._connected = True
         if delta is not None:
@@ -365,6 +362,7 @@ class DeltaTransport(StandaloneTransport):
             self._chain.prune(before=self._chain.newest() + 1)  # the pointer stays, so that numbers go on
         elif self._store.owned:
             self._shared.clear()
+            self._writer.forget()  # another trainer may publish here meanwhile
         self._store.disown()
 
     # worker end

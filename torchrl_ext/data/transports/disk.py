@@ -19,7 +19,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import IntegrityError, StaleBaseError, StoreError
+from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
@@ -102,31 +102,14 @@ class SharedRoot:
     def __init__(self, store: Store, token: str) -> None:
         self._store, self._token = store, token
         self._probe: str | None = None  # the key of the one that lies there
-        self._invited = False
 
     def invite(self) -> Info:
         """Write a probe, and return the fields of an `Invitation`."""
         self.clear()
         self._probe = f"{PROBE}{uuid.uuid4().hex}"
         self._store.put(self._probe, self._token.encode())
-        self._invited = True
         trainer = f"{self._store.url} on {socket.gethostname()}"
         return {"root": self._store.url, "probe": self._probe, "run_id": self._token, "trainer": trainer}
-
-    def moved(self) -> None:
-        """Refuse a version for workers that were invited into the directory that the root was before.
-
-        Raises:
-            StaleBaseError: there are such workers, who may still see that one; the sender has them join again.
-        """
-        if self._invited:
-            self._invited = False
-            raise StaleBaseError(
-                f"{self._store.url} is another directory now than the one that workers joined",
-                expected="a root that stays",
-                state="nothing was sent",
-                hint="send the weights again: workers then join what is there now",
-            )
 
     def clear(self) -> None:
         """Remove the probe, if there is one."""
@@ -196,8 +179,7 @@ class DiskTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
-        if self._versions.own():
-            self._shared.moved()
+        self._versions.own()
         self._shared.clear()  # workers that joined have found the probe
         with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
             self._full.write(draft, source, version, self._run_id)
