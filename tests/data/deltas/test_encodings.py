@@ -21,7 +21,6 @@ from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.testing import same_bits
 
-OURS = [name for name in encodings.names() if encodings.make(name).container == "blocks"]
 BLOCK = 4096  # units
 
 
@@ -41,7 +40,7 @@ def blocks_of(dtype: torch.dtype, *sizes: tuple[int, ...]):
                 yield ParamTable.of([meta]), found, after
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", encodings.names())
 def test_each_block_alone_restores_every_bit_of_every_dtype(name):
     encoding = encodings.make(name)
     for dtype in DTYPES:

@@ -21,7 +21,7 @@ EMPTY = both(0)
 
 
 def delta(version, base=None, run="r", base_run="r", nbytes=10):
-    base, files = version - 1 if base is None else base, {"delta-00001.bin": nbytes}
+    base, files = version - 1 if base is None else base, {"delta-00001.safetensors": nbytes}
     changed = {"version": version, "base_version": base, "run_id": run, "base_run_id": base_run, "files": files}
     return replace(EMPTY.delta, **changed)
 

@@ -21,8 +21,8 @@ from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 
-LAYOUTS = [(name, False) for name in ("auto", "deltas", "deltas_zstd", "indices")]
-LAYOUTS += [(name, True) for name in ("auto", "bitmap", "context", "ulp")]
+LAYOUTS = [(name, False) for name in ("auto", "deltas", "indices")]
+LAYOUTS += [(name, True) for name in ("auto", "bitmap", "context", "deltas_zstd", "ulp")]
 """Encodings, and whether the rank holds its tensors in several blocks."""
 
 

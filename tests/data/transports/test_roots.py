@@ -5,7 +5,6 @@ import shutil
 import signal
 import threading
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +22,22 @@ from torchrl_ext.data.versions import full as checkpoint_writer
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 
+DELTA = "delta-00001.safetensors"
+
+
+def first_block(folder):
+    return 8 + int.from_bytes((folder / DELTA).read_bytes()[:8], "little")
+
 
 def manifest(change):
     return lambda folder: rewrite(folder / "manifest.json", change)
 
 
 DAMAGES = {
-    "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),
-    "a missing payload": (lambda d: (d / "delta-00001.bin").unlink(), r"delta-00001.bin is missing, .*'a.weight'"),
+    "a flipped bit": (lambda d: flip(d / DELTA, first_block(d) + 9), rf"'a.weight' in .*weight_v000003/{DELTA}"),
+    "a missing payload": (lambda d: (d / DELTA).unlink(), rf"{DELTA} is missing, .*'a.weight'"),
     "a cut manifest": (lambda d: os.truncate(d / "manifest.json", 200), r"weight_v000003/manifest.json is damaged"),
-    "a codec nobody knows": (manifest(lambda m: m["delta"]["codecs"].__setitem__(0, {"name": "quantum"})), "'quantum'"),
+    "a codec nobody knows": (manifest(lambda m: m["delta"]["codecs"].__setitem__(0, "quantum")), "'quantum'"),
     "a digest of other weights": (
         manifest(lambda m: m["delta"].update(digests=m["delta"]["digests"][:24] + "AAAA" * 10)),
         r"'b.weight'",
@@ -73,15 +78,6 @@ class TestDamage:
         for reader in (alone, trainer_at(root)):
             assert same(reader.receive_weights(WAIT_S), own)
         sender.shutdown()
-
-    @pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd"])
-    def test_is_found_in_the_files_of_other_layouts_too(self, root, encoding):
-        published(root, 3, keyframe_every=0, encoding=encoding)
-        file = max(folder(root, 3).glob("*0000*"), key=lambda path: path.stat().st_size)
-        for spoil in (lambda file: flip(file, file.stat().st_size - 5), lambda file: os.truncate(file, 0), Path.unlink):
-            spoil(file)
-            with pytest.raises(IntegrityError, match=file.name):
-                trainer_at(root).receive_weights(WAIT_S)
 
     def test_missing_delta_is_named_and_a_later_keyframe_is_enough(self, root):
         trainer, own, _ = published(root, 4, keyframe_every=0)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.data.transports.chains import checkpoint, published, same, trainer_at
-from tests.data.versions.test_damage import KINDS, NEW, OLD, route_of
+from tests.data.versions.test_damage import NEW, OLD, route_of
 from tests.data.versions.test_damage import published as published_delta
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.data.deltas import streams
 from torchrl_ext.data.deltas.bits import Piece
-from torchrl_ext.data.deltas.blocks import decode_block
+from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.landing.patcher import Patcher, compare
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore

@@ -25,7 +25,7 @@ from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
-from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest
+from torchrl_ext.data.stores.manifest import DeltaManifest
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
@@ -268,7 +268,6 @@ class DeltaTransport(StandaloneTransport):
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            one_owner=not self._store.joined or self._codec.container != BLOCKS,
             timeout_s=timeout_s,
         )
 
@@ -392,8 +391,8 @@ class DeltaTransport(StandaloneTransport):
 
 def _kinds(delta: DeltaManifest) -> str:
     """Return how the changes of a delta were coded."""
-    kinds, total = [codec["name"] for codec in delta.codecs], delta.blocks.size
+    kinds, total = delta.codecs, delta.blocks.size
     if len(kinds) == 1:
-        return str(kinds[0])
+        return kinds[0]
     counts = np.bincount(delta.blocks["codec"], minlength=len(kinds)).tolist()
     return ", ".join(f"{count} of {total} blocks {kind}" for count, kind in zip(counts, kinds, strict=True))

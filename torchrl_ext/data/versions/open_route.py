@@ -14,15 +14,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.base.registry import encodings
+from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, units
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.manifest import BLOCKS, MANIFEST, DeltaManifest, Manifest, RunVersion
-from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
+from torchrl_ext.data.stores.manifest import DeltaManifest, Manifest, RunVersion
+from torchrl_ext.data.versions.payloads import Payloads
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import WeightSource
@@ -51,7 +50,7 @@ Wanted = Callable[[str], Sequence[Block] | None]
 
 def needs_old(manifest: DeltaManifest) -> bool:
     """Return whether something in a delta is decoded with the old units of its range."""
-    return any(codec["name"] == "context" for codec in manifest.codecs)
+    return "context" in manifest.codecs
 
 
 class _Range(NamedTuple):
@@ -121,16 +120,13 @@ class OpenRoute:
         self.keyframe = route.keyframe
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
         self.deltas: list[_Delta] = []
-        payloads, self.read_bytes = Payloads(chain.store), 0
+        payloads = Payloads(chain.store)
         try:
             for folder, manifest in route.deltas:
-                if manifest.container == BLOCKS:
-                    changes = _in_blocks(payloads, folder, manifest, wanted if self.held is not None else None)
-                else:
-                    changes = self._in_files(chain, folder, manifest)
+                changes = _in_blocks(payloads, folder, manifest, wanted if self.held is not None else None)
                 self.deltas.append(_Delta(where=f"{chain.store.url}/{folder}", manifest=manifest, changes=changes))
             payloads.read()
-            self.read_bytes += payloads.nbytes
+            self.read_bytes = payloads.nbytes
             self._ranges = sorted({within for delta in self.deltas for within in delta.changes})
             self._by_stream: dict[int, list[_Range]] = {}
             for within in self._ranges:
@@ -142,43 +138,6 @@ class OpenRoute:
         self._table = self.deltas[0].manifest.table if self.deltas else ParamTable.of(())
         self._needs_old = any(needs_old(delta.manifest) for delta in self.deltas)
         self.digests = self.deltas[-1].manifest.hex_digests if self.deltas else {}
-
-    def _in_files(
-        self, chain: Chain, folder: str, manifest: DeltaManifest
-    ) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
-        """Return what changes, of a delta in files of whole parameters, which are read at once.
-
-        Raises:
-            FileNotFoundError: it was collected.
-            IntegrityError, ManifestError: as `torchrl_ext.data.versions.payloads.FileEncoding.read`.
-        """
-        where, files, placed = f"{chain.store.url}/{folder}", dict[str, memoryview](), manifest.placed.items()
-        try:
-            (name,) = (codec["name"] for codec in manifest.codecs)
-            encoding = encodings.make(name)
-        except (ValueError, ConfigError) as error:
-            raise ManifestError(
-                f"{where} has an unknown encoding: {error}", expected=f"one that lays out {manifest.container!r}"
-            ) from error
-        if not isinstance(encoding, FileEncoding) or encoding.container != manifest.container:
-            raise ManifestError(
-                f"{where} is coded as {name!r}, and laid out as {manifest.container!r}",
-                expected=f"an encoding of that layout, or {BLOCKS!r}",
-            )
-        for file, size in manifest.files.items():
-            try:
-                data = chain.store.get(f"{folder}/{file}")
-            except FileNotFoundError:
-                if MANIFEST not in chain.store.list(folder):  # collected in between
-                    raise
-                data = None
-            if data is None or len(data) != size:
-                lost = next((tensor for tensor, one in placed if one == file), None)
-                raise incomplete(where, file, manifest, None if data is None else len(data), lost)
-            files[file] = memoryview(data)
-            self.read_bytes += size
-        patches = encoding.read(manifest, files, where)
-        return {_Range(one.stream, one.start, one.size): partial(_as_read, one) for one in patches}
 
     def _check_layout(self) -> None:
         """Check that changes of all deltas can be folded range by range.
@@ -362,7 +321,7 @@ def _in_blocks(
     payloads: Payloads, folder: str, manifest: DeltaManifest, wanted: Wanted | None
 ) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
     """Return what changes, of a delta in blocks, which are read as far as they are wanted."""
-    kinds = [codec["name"] for codec in manifest.codecs]
+    kinds = manifest.codecs
     for kind in kinds:
         if kind not in KINDS:
             raise ManifestError(f"a delta has blocks of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
@@ -383,10 +342,6 @@ def _of_block(
     old: np.ndarray | None,
 ) -> StreamPatch:
     return decode_block(kind, payload(), manifest.table, *within, old)
-
-
-def _as_read(change: StreamPatch, old: np.ndarray | None) -> StreamPatch:
-    return change
 
 
 def _is_wanted(manifest: DeltaManifest, number: int, wanted: Wanted | None) -> bool:

@@ -22,7 +22,7 @@ from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
 from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.versions.full import FullWriter
-from torchrl_ext.data.versions.payloads import DeltaFiles, FileEncoding
+from torchrl_ext.data.versions.payloads import DeltaFiles
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest
 from torchrl_ext.data.weights.gather import Gather, Holding
@@ -58,7 +58,6 @@ class Written(Wire, frozen=True, kw_only=True):
         blocks: of dtype `BLOCK`, with numbers of these kinds and files.
         changed: uint64, shape (parameters,): units that changed.
         digests: uint64, shape (parameters, 2): of the parameters that the rank owns; 0 elsewhere.
-        placed: the file in which another container than blocks holds what changed, by parameter.
         tensors, sizes: of the full version (`FullWriter.write_tensors`).
     """
 
@@ -67,7 +66,6 @@ class Written(Wire, frozen=True, kw_only=True):
     blocks: bytes = b""
     changed: bytes = b""
     digests: bytes
-    placed: dict[str, str] = msgspec.field(default_factory=dict)
     tensors: dict[str, FilePlace] = msgspec.field(default_factory=dict)
     sizes: dict[str, Count] = msgspec.field(default_factory=dict)
 
@@ -137,7 +135,7 @@ class Owned:
         digests: uint64, shape (parameters, 2): of those that this rank owns; 0 elsewhere.
     """
 
-    def __init__(self, codec: FileEncoding | BlockEncoding, full: FullWriter) -> None:
+    def __init__(self, codec: BlockEncoding, full: FullWriter) -> None:
         self.codec, self.full = codec, full
         self.table = ParamTable.of(())
         self.digests = np.zeros((0, 2), DIGEST)
@@ -285,7 +283,7 @@ class Owned:
         placed = ((streams[param], segments[param], tensor) for param, tensor in tensors)
         made = DeltaFiles(self.table, self.codec, self._rank, self._owners)
         with closing(find(self.table, olds, placed, made.code, threads=_threads(), follow=True)) as blocks:
-            for name, data in made.files(order.version, blocks):
+            for name, data in made.files(blocks):
                 draft.write(name, data)
         self.digests = self.digests + made.words
         return Written(
@@ -294,7 +292,6 @@ class Owned:
             blocks=made.rows.tobytes(),
             changed=made.changed.tobytes(),
             digests=self.digests.tobytes(),
-            placed=made.placed,
         )
 
     def _copied(self, tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[ParamMeta, Tensor]]:

@@ -83,7 +83,7 @@ class Reader:
             "base": delta.base_version if delta else None,
             "bytes": sum(delta.files.values()) if delta else 0,
             "keyframe_bytes": version.full_bytes,
-            "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
+            "encoding": sorted(delta.codecs) if delta else [],
             "density": int(delta.changed.sum()) / max(1, total) if delta else None,
             "run_id": version.run_id,
         }

@@ -40,7 +40,6 @@ class ChainWriter:
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
         keep_files: never remove old versions.
-        one_owner: rank 0 owns everything; the others give it what they hold.
         timeout_s: of each wait for another rank.
     """
 
@@ -54,12 +53,11 @@ class ChainWriter:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        one_owner: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         self._store, self._chain, self._run_id, self._own = store, chain, run_id, own
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
-        self._one_owner, self._timeout_s = one_owner, timeout_s
+        self._timeout_s = timeout_s
         self._version: RunVersion | None = None  # the version that the ranks' copies are
         self._digests = np.empty((0, 2), DIGEST)  # of all parameters of the newest version
         self._files: dict[str, bytes] = {}  # of the base
@@ -127,7 +125,7 @@ class ChainWriter:
             return
         self._version, self._begun = None, False
         held = [] if ranks.alone else [self._own.held.to_json(), *ranks.ask("held")]
-        owners = 1 if self._one_owner else len(held) or 1
+        owners = len(held) if held and self._store.joined else 1  # others give rank 0 what they hold
         self._own.share(held, 0, owners, self._timeout_s)
         ranks.ask("share", held=held, owners=owners)
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
@@ -146,14 +144,13 @@ class ChainWriter:
 
     def _delta(self, written: Sequence[Written], version: int, base: RunVersion, before: np.ndarray) -> DeltaManifest:
         """Return the manifest of what the ranks wrote."""
-        kinds, files, rows, placed = list[str](), dict[str, int](), list[np.ndarray](), dict[str, str]()
+        kinds, files, rows = list[str](), dict[str, int](), list[np.ndarray]()
         for one in written:
             kinds += [kind for kind in one.kinds if kind not in kinds]
             own = np.frombuffer(one.blocks, BLOCK).copy()
             own["codec"] = np.array([kinds.index(kind) for kind in one.kinds], np.uint32)[own["codec"]]
             own["file"] += len(files)
             files |= one.files
-            placed |= one.placed
             rows.append(own)
         self.rank_bytes = tuple(sum(one.files.values()) for one in written)
         return DeltaManifest(
@@ -161,15 +158,13 @@ class ChainWriter:
             base_version=base[1],
             run_id=self._run_id,
             base_run_id=base[0],
-            container=self._own.codec.container,
-            codecs=tuple({"name": kind} for kind in kinds),
+            codecs=tuple(kinds),
             files=files,
             table=self._own.table,
             changed=np.add.reduce([np.frombuffer(one.changed, DIGEST) for one in written]),
             digests=self._digests,
             base_digests=before[: None if base[1] == 0 else 0],
             blocks=np.concatenate(rows),
-            placed=placed,
         )
 
     @property
