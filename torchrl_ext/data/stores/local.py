@@ -245,16 +245,13 @@ class LocalStore(Store):
             said = f"cannot {what} {path}: {error.strerror or error}"
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
                 raise StoreError(said, hint="check that the path exists and may be written by this user") from error
-            free, cause = 0, ""
+            free = 0
             with suppress(OSError):  # the root is gone
                 free = _free(self.root)
-            if free > needed:  # whose size is not always known beforehand
-                cause = ", so a quota or a limit on file sizes may be the cause"
             room = f"room for {needed:,} bytes" if needed else "room for one more version"
-            expected = f"{room} under {self.root}, where {free:,} bytes are free{cause}"
             raise StoreError(
                 said,
-                expected=expected,
+                expected=f"{room}, by the file system ({free:,} bytes are free), quotas and limits on file sizes",
                 state="nothing was published; older versions are still in place",
                 hint="free some space, or use another root, and send again",
             ) from error

@@ -24,7 +24,7 @@ from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
+from torchrl_ext.data.stores.follower import VISIBLE_S, looks, newer, reach
 from torchrl_ext.data.stores.manifest import DeltaManifest
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
@@ -93,18 +93,19 @@ class DeltaReader(StandaloneEnd):
         self._store = store
         self._chain = Chain(store)
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
-        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.kept.open)
-        self._reader.want(slices or {})
-        self._reader.retain(copies)
+        open_full = None if self._broadcast is None else self._broadcast.kept.open
+        self._reader = ChainReader(self._chain, base, open_full, copies=copies, slices=slices or {})
         self._opened: OpenRoute | None = None
-        self._follower = Follower(self._chain, None if self._broadcast is None else self._arrivals)
 
-    def _arrivals(self, within: Deadline) -> Iterator[None]:
-        """Yield whenever a broadcast may have brought another version, until the deadline."""
-        assert self._broadcast is not None
-        yield
-        while self._broadcast.fetch(within):
-            yield
+    def _looks(self, within: Deadline) -> Iterator[object]:
+        """Yield whenever there may be another version, or a broadcast brought one, until the deadline."""
+        if self._broadcast is None:
+            yield from looks(within)
+            return
+        more = True
+        while more:
+            yield within
+            more = self._broadcast.fetch(within)
 
     def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
         def found(version: int) -> Changes | None:
@@ -123,7 +124,7 @@ class DeltaReader(StandaloneEnd):
         """Return what ``take`` finds: a filesystem may show a version late, and a broadcast takes a while."""
         within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
         try:
-            return self._follower.reach(version, take, within)
+            return reach(self._chain, version, take, self._looks(within), within)
         except StoreError as error:
             if self._broadcast is None:
                 raise
@@ -152,7 +153,7 @@ class DeltaReader(StandaloneEnd):
             return Arrival(version=version, params=route.params)
 
         run = "" if self._reader.held is None else self._reader.held[0]
-        return self._follower.newer(opened, within, None if received is None else (run, received.version))
+        return newer(self._chain, opened, self._looks(within), None if received is None else (run, received.version))
 
     def _pin(self, route: OpenRoute | None) -> None:
         if self._opened is not None:
@@ -245,7 +246,7 @@ class DeltaTransport(StandaloneTransport):
         self._codec = encodings.make(encoding)
         run_id = uuid.uuid4().hex
         self._store: Store
-        full: FullWriter
+        full: FullWriter | KeptTensors
         self._group: VLLMCollectiveTransport | None = None
         if root is None:
             self._store, self._kept = MemoryStore(), KeptTensors()

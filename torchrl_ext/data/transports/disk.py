@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
+from torchrl_ext.data.stores.follower import VISIBLE_S, looks, newer, reach
 from torchrl_ext.data.stores.local import PROBE, LocalStore
 from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import Store
@@ -86,8 +85,7 @@ class Invitation(Wire, frozen=True, kw_only=True):
                 else f"{here} and {self.trainer} are different directories",
                 expected=f"the file {self.probe} in one directory that both ends see",
                 state=_NOT_SENT,
-                hint="choose a root on a filesystem that is mounted on both hosts, under the same path or the one that "
-                "seen_at= names",
+                hint="choose a root on a filesystem that is mounted on both hosts under the same path",
             )
 
 
@@ -127,12 +125,11 @@ class DiskTransport(StandaloneTransport):
     versions, the newest two stay. Numbers continue from an earlier trainer on the same root.
 
     Args:
-        root: directory that the trainer and every worker can access, under the same path unless ``seen_at`` is set.
+        root: directory that the trainer and every worker can access under the same path.
         keep_files: never remove old versions.
         shard_bytes: largest total size of the tensors in one file, in bytes; a larger tensor gets its own file.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They replace the source's files of the same names.
-        seen_at: path under which workers access ``root``, if it differs.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -155,7 +152,6 @@ class DiskTransport(StandaloneTransport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        seen_at: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -163,7 +159,6 @@ class DiskTransport(StandaloneTransport):
         self._run_id = uuid.uuid4().hex
         self._versions = Chain(self._store, self._run_id)
         self._keep_files = keep_files
-        self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._full = FullWriter(shard_bytes, files)
         self._shared = SharedRoot(self._store, self._run_id)
 
@@ -175,7 +170,7 @@ class DiskTransport(StandaloneTransport):
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._versions.own()
         self._connected = True
-        return Handoff(info={**self._shared.invite(), "root": str(self._seen_at)})
+        return Handoff(info=self._shared.invite())
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
@@ -186,7 +181,7 @@ class DiskTransport(StandaloneTransport):
         self._versions.advance(version)
         self._connected = True
         stats.spans.since("publish", began)
-        info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        info = {"run_id": self._run_id, "path": f"{self.root}/{version_name(version)}"}
         return Handoff(info=info, served=self._prune, stats=stats)
 
     def latest_version(self) -> int:
@@ -233,7 +228,7 @@ class DiskReader(StandaloneEnd):
     """
 
     def __init__(self, store: LocalStore) -> None:
-        self._follower = Follower(Chain(store))
+        self._chain = Chain(store)
         self._open_version = partial(PublishedVersion, store)
         self._opened: PublishedVersion | None = None
 
@@ -250,14 +245,15 @@ class DiskReader(StandaloneEnd):
 
     def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         seen = None if received is None else (received.info["run_id"], received.version)
-        opened = self._follower.newer(self._open_version, within, seen)
+        opened = newer(self._chain, self._open_version, looks(within), seen)
         if opened is None:
             return None
         self._pinned(opened)
         return Arrival(version=opened.number, params=opened.params(), info={"run_id": opened.manifest.run_id})
 
     def _reach(self, version: int, within: Deadline) -> PublishedVersion:
-        return self._follower.reach(version, self._open_version, within.within(VISIBLE_S))
+        within = within.within(VISIBLE_S)
+        return reach(self._chain, version, self._open_version, looks(within), within)
 
     def _pinned(self, opened: PublishedVersion) -> PublishedVersion:
         """Keep a version open in the place of the one before."""

@@ -61,8 +61,7 @@ def _compile(encoding: str, width: int) -> None:
     )
     writer.publish(MappingSource(tensors), 1)
     kept.digests = {name: one.hex() for name, one in digests_of(tensors).items()}
-    reader = ChainReader(Chain(store), open_full=kept.open)
-    reader.retain(lambda name: codec.whole_base)
+    reader = ChainReader(Chain(store), open_full=kept.open, copies=lambda name: codec.whole_base)
     loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
     loader.digests()
     for version, apart in enumerate(_APART, 2):

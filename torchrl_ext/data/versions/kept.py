@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import final
 
 from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.stores.manifest import FilePlace, Manifest
-from torchrl_ext.data.stores.store import Draft
-from torchrl_ext.data.versions.full import FullWriter
-from torchrl_ext.data.weights.source import WeightSource
+from torchrl_ext.data.stores.manifest import Manifest
 
 __all__ = ["KeptTensors"]
 
-_PLACE = "tensors"  # stands where a manifest names a file
-
 
 @final
-class KeptTensors(FullWriter):
-    """Keeps the tensors of the newest keyframe, until they are dropped.
+class KeptTensors:
+    """The tensors of the newest keyframe, until they are dropped.
 
     A manifest of such a keyframe has digests in the place of checksums.
 
@@ -31,37 +26,9 @@ class KeptTensors(FullWriter):
     """
 
     def __init__(self) -> None:
-        super().__init__(shard_bytes=1)
         self.tensors: dict[str, Tensor] = {}
         self.digests: dict[str, str] = {}
         self._metas: tuple[ParamMeta, ...] = ()
-
-    def needed_bytes(self, source: WeightSource) -> int:
-        """Return 0: nothing is written anywhere."""
-        return 0
-
-    def write_tensors(
-        self, draft: Draft, owned: Sequence[Sequence[ParamMeta]], rank: int, pairs: Iterator[tuple[ParamMeta, Tensor]]
-    ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        """Keep the tensors themselves; whoever calls this knows their digests.
-
-        Raises:
-            ManifestError: the source does not yield what it declares.
-        """
-        self.tensors = {meta.name: tensor for meta, tensor in pairs}
-        return dict.fromkeys(self.tensors, (_PLACE, "")), {_PLACE: sum(meta.nbytes for meta in owned[rank])}
-
-    def finish(
-        self,
-        draft: Draft,
-        files: Mapping[str, bytes],
-        version: int,
-        params: Sequence[ParamMeta],
-        placed: Mapping[str, FilePlace],
-        sizes: Mapping[str, int],
-    ) -> dict[str, int]:
-        """Return the sizes: nothing stands beside the tensors."""
-        return dict(sizes)
 
     def open(self, number: int, manifest: Manifest) -> KeptTensors:
         """Verify a keyframe, and return it open for reading (`torchrl_ext.data.versions.open_route.FullVersion`).

@@ -26,7 +26,7 @@ from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import WeightSource
 
-__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "Wanted", "needs_old", "same_base"]
+__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "Wanted", "needs_old"]
 
 
 class FullVersion(Protocol):
@@ -173,7 +173,14 @@ class OpenRoute:
             own, first = {meta.name for meta in self.params}, self.deltas[0]
             for name, tensor in self.base:
                 if name in own:
-                    same_base({name: position_digest(tensor).hex()}, first.manifest, first.where)
+                    known, found = first.manifest.hex_base_digests.get(name), position_digest(tensor).hex()
+                    if found != known:
+                        raise IntegrityError(
+                            f"tensor {name!r} of the base checkpoint is not the one on which {first.where} was taken",
+                            expected=f"digest {known}, found {found}",
+                            state="nothing was changed",
+                            hint="start from the checkpoint that the trainer names as base=",
+                        )
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
@@ -380,25 +387,3 @@ def _complete(
             yield waiting[0], here[waiting[0]]
             del here[waiting.popleft()]
     yield from here.items()  # of a block whose other tensors never came, which the caller will miss
-
-
-def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:
-    """Compare what a worker holds with the base of the first delta.
-
-    Args:
-        digests: digests of what it holds, by name; of some of its tensors.
-        delta: the first delta, which names those of its base.
-        where: its folder, for messages.
-
-    Raises:
-        IntegrityError: it holds something else; names the first tensor.
-    """
-    known = delta.hex_base_digests
-    for name, found in digests.items():
-        if found != known.get(name):
-            raise IntegrityError(
-                f"tensor {name!r} of the base checkpoint is not the one on which {where} was taken",
-                expected=f"digest {known.get(name)}, found {found}",
-                state="nothing was changed",
-                hint="start from the checkpoint that the trainer names as base=",
-            )

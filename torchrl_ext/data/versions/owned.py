@@ -22,6 +22,7 @@ from torchrl_ext.data.deltas.table import ParamTable, unit_bytes
 from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.versions.full import FullWriter
+from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.versions.payloads import DeltaFiles
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest
@@ -31,6 +32,7 @@ from torchrl_ext.data.weights.source import WeightSource, checked
 __all__ = ["FlatCopies", "Order", "Owned", "Written", "steps"]
 
 _TOGETHER = 64 << 20  # bytes that come from an accelerator at once
+_KEPT = "tensors"  # stands where a manifest names a file
 
 
 class Order(Wire, frozen=True, kw_only=True):
@@ -127,7 +129,7 @@ class Owned:
 
     Args:
         codec: the encoding of deltas.
-        full: writes full versions.
+        full: writes full versions, or keeps their tensors.
 
     Attributes:
         codec, full: as given.
@@ -135,7 +137,7 @@ class Owned:
         digests: uint64, shape (parameters, 2): of those that this rank owns; 0 elsewhere.
     """
 
-    def __init__(self, codec: BlockEncoding, full: FullWriter) -> None:
+    def __init__(self, codec: BlockEncoding, full: FullWriter | KeptTensors) -> None:
         self.codec, self.full = codec, full
         self.table = ParamTable.of(())
         self.digests = np.zeros((0, 2), DIGEST)
@@ -270,8 +272,13 @@ class Owned:
     def _keyframe(
         self, draft: Draft, pairs: Iterator[tuple[ParamMeta, Tensor]]
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        owned = [[self.table.params[one] for one in self._of(rank)] for rank in range(self._owners)]
-        placed, sizes = self.full.write_tensors(draft, owned, self._rank, pairs)
+        if isinstance(self.full, KeptTensors):
+            self.full.tensors = {meta.name: tensor for meta, tensor in pairs}
+            nbytes = sum(tensor.nbytes for tensor in self.full.tensors.values())
+            placed, sizes = dict.fromkeys(self.full.tensors, (_KEPT, "")), {_KEPT: nbytes}
+        else:
+            owned = [[self.table.params[one] for one in self._of(rank)] for rank in range(self._owners)]
+            placed, sizes = self.full.write_tensors(draft, owned, self._rank, pairs)
         number = self.table.number
         digests = {name: PositionDigest(*self.digests[number[name]].tolist()) for name in placed}
         return {name: (file, checksum or digests[name].hex()) for name, (file, checksum) in placed.items()}, sizes

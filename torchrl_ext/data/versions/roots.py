@@ -35,9 +35,7 @@ class Reader:
 
     def follower(self, keep: bool = False) -> ChainReader:
         """Return a reader that holds nothing yet; with ``keep`` it has host copies of what it read last."""
-        found = ChainReader(self.chain, self.base)
-        found.retain(lambda name: keep)
-        return found
+        return ChainReader(self.chain, self.base, copies=lambda name: keep)
 
     def numbers(self) -> list[int]:
         """Return the number of every version, without those that are not wholly written."""

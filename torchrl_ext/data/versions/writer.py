@@ -12,6 +12,7 @@ from torchrl_ext.base.errors import StoreError
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManifest, Manifest, RunVersion, version_name
 from torchrl_ext.data.stores.store import Store
+from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.owned import Order, Owned, Written
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import digest_of
@@ -91,7 +92,8 @@ class ChainWriter:
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, self._version, manifest = False, None, None
-        needed = self._own.full.needed_bytes(source) if keyframe else 0
+        files_of = self._own.full if isinstance(self._own.full, FullWriter) else None
+        needed = files_of.needed_bytes(source) if keyframe and files_of else 0
         number = None if base is None else base[1]
         with self._store.draft(version_name(version), needed_bytes=needed) as draft:
             order = Order(place=draft.place, version=version, base=number, keyframe=keyframe)
@@ -105,8 +107,10 @@ class ChainWriter:
             if keyframe:
                 placed = {name: place for one in written for name, place in one.tensors.items()}
                 sizes = {name: size for one in written for name, size in one.sizes.items()}
-                beside = {**self._files, **source.files()}
-                files |= self._own.full.finish(draft, beside, version, params, placed, sizes)
+                if files_of is not None:
+                    beside = {**self._files, **source.files()}
+                    sizes = files_of.finish(draft, beside, version, params, placed, sizes)
+                files |= sizes
                 full = tuple(placed[meta.name] for meta in params)
             document = Manifest(
                 version=version, run_id=self._run_id, params=params, files=files, full=full, delta=manifest
