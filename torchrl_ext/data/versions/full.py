@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.streams import in_threads
 from torchrl_ext.data.stores.chain import Chain
@@ -260,31 +260,6 @@ class PublishedVersion:
     def params(self) -> tuple[ParamMeta, ...]:
         """Return the parameters of the version, in order."""
         return self.manifest.params
-
-    def check(self, params: tuple[ParamMeta, ...], run_id: str | None) -> None:
-        """Compare the manifest with what the trainer says that it published.
-
-        Args:
-            params: of the version.
-            run_id: of the trainer, where it said so.
-
-        Raises:
-            ManifestError: names the first parameter that differs.
-            IntegrityError: another trainer's run published it.
-        """
-        if run_id is not None and run_id != self.manifest.run_id:
-            raise IntegrityError(
-                f"{self.path} was published by run {self.manifest.run_id}",
-                expected=f"run {run_id}, the trainer that announced it",
-                hint="give each trainer its own root",
-            )
-        for meta, wanted in zip_longest(self.params(), params):
-            if meta != wanted:
-                raise ManifestError(
-                    f"{self.path} holds {meta or f'{len(self.params())} parameters'}",
-                    expected=str(wanted or len(params)),
-                    state="nothing was read",
-                )
 
     def verify(self) -> None:
         """Verify the checksum of every tensor, unless an earlier call did.
