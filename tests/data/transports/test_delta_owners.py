@@ -32,7 +32,7 @@ def delta_at(root, version):
 def require_owned_once(transport, tensors):
     """The ranks keep each tensor once between them, and none much more than its share."""
     every, world = [None] * dist.get_world_size(), dist.get_world_size()
-    dist.all_gather_object(every, transport.baseline_bytes)
+    dist.all_gather_object(every, transport._own.nbytes)
     sizes = [tensor.nbytes for tensor in tensors.values()]
     assert sum(every) == sum(sizes) and max(every) <= sum(sizes) / world + max(sizes), (every, sizes)
 

@@ -93,7 +93,7 @@ def published(encoding, old=OLD, new=NEW):
     """The delta from one model to another."""
     store, block_units = MemoryStore(), streams.BLOCK_UNITS
     own = Owned(encodings.make(encoding), KeptTensors())
-    writer = ChainWriter(store, Chain(store), "r", own, keyframe_every=0, base=None, keep_files=True)
+    writer = ChainWriter(Chain(store, "r"), own, keyframe_every=0, base=None, keep_files=True)
     writer.publish(MappingSource(old), 1)
     writer.acknowledge()
     streams.BLOCK_UNITS = 512  # streams of several blocks

@@ -150,9 +150,7 @@ class DeltaTransport(StandaloneTransport):
         self._chain = Chain(self._store, run_id)
         self._own = Owned(self._codec, full)
         self._writer = ChainWriter(
-            self._store,
             self._chain,
-            run_id,
             self._own,
             keyframe_every=keyframe_every,
             base=self._base,
@@ -164,11 +162,6 @@ class DeltaTransport(StandaloneTransport):
     def encodings(cls) -> tuple[str, ...]:
         """Return the names that ``encoding=`` takes."""
         return tuple(encodings.names())
-
-    @property
-    def baseline_bytes(self) -> int:
-        """Bytes of the newest version that this trainer process keeps as the baseline of deltas."""
-        return self._own.nbytes
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -255,13 +255,18 @@ class OpenRoute:
     def at_end(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are where the route ends, from those where it starts, which may be changed in place.
 
-        Where an encoding needs the old units of a block, its tensors wait until all of them have come.
+        Where an encoding needs old units, all have to come first: whoever reads such a route keeps copies of them.
         """
         ranges = {meta.name: self._ranges_of(meta.name) for meta in self.params}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
-        here = dict[str, Tensor]()
-        complete = _complete(contiguous, ranges, here) if self._needs_old else contiguous
-        return self._applied(complete, ranges, lambda within: self._folded(within, here))
+        here = dict(contiguous) if self._needs_old else dict[str, Tensor]()
+
+        def complete() -> Iterator[tuple[str, Tensor]]:
+            for name in [*here]:
+                yield name, here[name]
+                del here[name]
+
+        return self._applied(complete() if self._needs_old else contiguous, ranges, lambda one: self._folded(one, here))
 
     def _applied(
         self,
@@ -372,18 +377,3 @@ def _span(block: Block, shape: Sequence[int]) -> tuple[int, int]:
     for first, stop, size in zip(*block, shape, strict=True):
         low, last = low * size + first, last * size + stop - 1
     return low, last + 1
-
-
-def _complete(
-    pairs: Iterable[tuple[str, Tensor]], ranges: Mapping[str, Sequence[_Range]], here: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor when all tensors of its ranges have come; it is in ``here`` until the next one is asked."""
-    missing, waiting = Counter(within for own in ranges.values() for within in own), deque[str]()
-    for name, tensor in pairs:
-        here[name] = tensor
-        waiting.append(name)
-        missing.subtract(ranges[name])
-        while waiting and not any(missing[within] for within in ranges[waiting[0]]):
-            yield waiting[0], here[waiting[0]]
-            del here[waiting.popleft()]
-    yield from here.items()  # of a block whose other tensors never came, which the caller will miss

@@ -29,26 +29,10 @@ from torchrl_ext.data.weights.digests import Digests, PositionDigest
 from torchrl_ext.data.weights.gather import Gather, Holding
 from torchrl_ext.data.weights.source import WeightSource, checked
 
-__all__ = ["FlatCopies", "Order", "Owned", "Written", "steps"]
+__all__ = ["FlatCopies", "Owned", "Written", "steps"]
 
 _TOGETHER = 64 << 20  # bytes that come from an accelerator at once
 _KEPT = "tensors"  # stands where a manifest names a file
-
-
-class Order(Wire, frozen=True, kw_only=True):
-    """What every rank writes of a version.
-
-    Attributes:
-        place: of the draft (`torchrl_ext.data.stores.store.Draft.place`).
-        version: its number.
-        base: the version on which it is a delta; None for a full version alone.
-        keyframe: the version is a full one, also.
-    """
-
-    place: str
-    version: Count
-    base: Count | None
-    keyframe: bool
 
 
 class Written(Wire, frozen=True, kw_only=True):
@@ -218,40 +202,38 @@ class Owned:
             pass
         return Written(digests=self.digests.tobytes())
 
-    def write(self, source: WeightSource, order: Order, draft: Draft) -> Written:
+    def write(self, source: WeightSource, draft: Draft, *, delta: bool, keyframe: bool) -> Written:
         """Gather, compare, code and write what this rank owns; the copies become what ``source`` has now.
 
         Where a part of the source alone may have changed (`WeightSource.part`), nothing else is looked at.
 
         Args:
             source: what is sent, at which `look` looked.
-            order: the version.
-            draft: of it.
+            draft: of the version.
+            delta: it has a delta on the version before.
+            keyframe: it is a full one.
 
         Raises:
-            ConfigError: this rank has no copies to compare with.
             ManifestError: the source does not yield what it declares, on this rank.
             TransportError: another rank is gone.
         """
         params, part = self.table.params, source.part
 
         def wanted(param: int) -> bool:
-            return order.base is None or part is None or params[param].name in part.names
+            return not delta or part is None or params[param].name in part.names
 
         if self._rank >= self._owners:
             for _ in self._tensors(source, wanted):
                 pass
             return Written(changed=np.zeros(len(params), DIGEST).tobytes(), digests=self.digests.tobytes())
-        if order.base is None:
+        if not delta:
             with closing(self._tensors(source)) as tensors:
                 placed, sizes = self._keyframe(draft, self._copied(tensors))
             return Written(digests=self.digests.tobytes(), tensors=placed, sizes=sizes)
 
         with closing(self._tensors(source, wanted)) as tensors:
-            if self._copies is None and self._own:
-                raise ConfigError("this rank has no copies of what it owns", hint="send a full version")
-            written = self._delta(tensors, order, draft)
-        if order.keyframe:
+            written = self._delta(tensors, draft)
+        if keyframe:
             copies = {} if self._copies is None else self._copies.by_name()
             placed, sizes = self._keyframe(draft, ((params[one], copies[params[one].name]) for one in self._own))
             written = msgspec.structs.replace(written, tensors=placed, sizes=sizes)
@@ -283,7 +265,7 @@ class Owned:
         digests = {name: PositionDigest(*self.digests[number[name]].tolist()) for name in placed}
         return {name: (file, checksum or digests[name].hex()) for name, (file, checksum) in placed.items()}, sizes
 
-    def _delta(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
+    def _delta(self, tensors: Iterable[tuple[int, Tensor]], draft: Draft) -> Written:
         """Find, code and write what changed; the copies follow."""
         streams, segments = self.table.place
         olds = [] if self._copies is None else self._copies.bits
@@ -351,9 +333,9 @@ def steps(
         timeout_s: of each wait for another rank.
     """
 
-    def write(info: Info) -> Info:
-        order = Order.from_json(info, "what trainer rank 0 orders")
-        return own.write(source, order, store.join(order.place)).to_json()
+    def write(order: Info) -> Info:
+        draft = store.join(order["place"])
+        return own.write(source, draft, delta=order["delta"], keyframe=order["keyframe"]).to_json()
 
     return {
         "look": lambda order: {"same": own.look(source)},

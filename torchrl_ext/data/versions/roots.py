@@ -111,8 +111,7 @@ class Unpacked(WeightSource):
         keyframe = self._route.keyframe
         if keyframe is None:
             return {} if self._route.base is None else self._route.base.files()
-        own = keyframe.files.keys() - (keyframe.delta.files if keyframe.delta else {}).keys()
-        names = (name for name in own if not name.endswith((".safetensors", ".index.json")))
+        names = (name for name in keyframe.files if not name.endswith((".safetensors", ".index.json")))
         return {name: self._store.get(f"{version_name(keyframe.version)}/{name}") for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -11,9 +11,8 @@ import xxhash
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManifest, Manifest, RunVersion, version_name
-from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.versions.full import FullWriter
-from torchrl_ext.data.versions.owned import Order, Owned, Written
+from torchrl_ext.data.versions.owned import Owned, Written
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import digest_of
 from torchrl_ext.data.weights.gather import Ranks
@@ -34,9 +33,7 @@ class ChainWriter:
     Where one fails, nothing does, and the next version is a full one.
 
     Args:
-        store: where versions are written.
-        chain: its versions.
-        run_id: of this trainer.
+        chain: the versions, and this trainer's run.
         own: what rank 0 owns.
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
@@ -46,9 +43,7 @@ class ChainWriter:
 
     def __init__(
         self,
-        store: Store,
         chain: Chain,
-        run_id: str,
         own: Owned,
         *,
         keyframe_every: int,
@@ -56,7 +51,7 @@ class ChainWriter:
         keep_files: bool,
         timeout_s: float = 60.0,
     ) -> None:
-        self._store, self._chain, self._run_id, self._own = store, chain, run_id, own
+        self._chain, self._own = chain, own
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._timeout_s = timeout_s
         self._version: RunVersion | None = None  # the version that the ranks' copies are
@@ -94,11 +89,10 @@ class ChainWriter:
         self._acknowledged, self._version, manifest = False, None, None
         files_of = self._own.full if isinstance(self._own.full, FullWriter) else None
         needed = files_of.needed_bytes(source) if keyframe and files_of else 0
-        number = None if base is None else base[1]
-        with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-            order = Order(place=draft.place, version=version, base=number, keyframe=keyframe)
-            ranks.order("write", **order.to_json())
-            written = [self._own.write(source, order, draft), *self._answers(ranks)]
+        with self._chain.store.draft(version_name(version), needed_bytes=needed) as draft:
+            ranks.order("write", place=draft.place, delta=base is not None, keyframe=keyframe)
+            own = self._own.write(source, draft, delta=base is not None, keyframe=keyframe)
+            written = [own, *self._answers(ranks)]
             before, self._digests = self._digests, _summed(written)
             params, files, full = self._own.table.params, dict[str, int](), None
             if base is not None:
@@ -113,11 +107,11 @@ class ChainWriter:
                 files |= sizes
                 full = tuple(placed[meta.name] for meta in params)
             document = Manifest(
-                version=version, run_id=self._run_id, params=params, files=files, full=full, delta=manifest
+                version=version, run_id=self._chain.run_id, params=params, files=files, full=full, delta=manifest
             )
             draft.write(MANIFEST, document.to_bytes())
         self._chain.advance(version, keyframe=keyframe)
-        self._version = self._run_id, version
+        self._version = self._chain.run_id, version
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
 
@@ -129,7 +123,7 @@ class ChainWriter:
             return
         self._version, self._begun = None, False
         held = [] if ranks.alone else [self._own.held.to_json(), *ranks.ask("held")]
-        owners = len(held) if held and self._store.joined else 1  # others give rank 0 what they hold
+        owners = len(held) if held and self._chain.store.joined else 1  # others give rank 0 what they hold
         self._own.share(held, 0, owners, self._timeout_s)
         ranks.ask("share", held=held, owners=owners)
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
@@ -160,7 +154,7 @@ class ChainWriter:
         return DeltaManifest(
             version=version,
             base_version=base[1],
-            run_id=self._run_id,
+            run_id=self._chain.run_id,
             base_run_id=base[0],
             codecs=tuple(kinds),
             files=files,
