@@ -60,18 +60,6 @@ def test_other_processes_join_a_draft_until_it_ends(store):
     assert store.get("weight_v000001/two") == b"2"
 
 
-def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
-    with pytest.raises(StoreError, match=f"room for {1 << 60:,} bytes"), store.draft("folder", needed_bytes=1 << 60):
-        raise AssertionError("the block ran")
-    assert names(store) == []
-
-
-def test_write_error_names_the_file_and_not_its_temporary(store):
-    name = "k" * 250  # which leaves no room for more
-    with pytest.raises(StoreError, match=f"cannot write {store.url}/{name}: "):
-        store.put(name, b"")
-
-
 def own_and_fork(root, child_disowns):
     store = LocalStore(root)
     store.own()

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import threading
 from functools import partial
 
 import pytest
@@ -13,7 +12,6 @@ import torchrl_ext as tx
 from tests.data.group.members import stop
 from tests.data.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
 from tests.processes import calling, running_python
-from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError, UpdateError, WeightSyncError
 from torchrl_ext.data.stores import local
 from torchrl_ext.data.stores.chain import Chain
@@ -144,30 +142,6 @@ def killed_trainer(transport, root, point):
     }[point]
     setattr(owner, name, stop)
     trainer.send_weights(own)
-
-
-def test_collection_never_races_readers_that_join_and_follow(root):
-    own, stop, seen, trainer = weights(), threading.Event(), [], trainer_at(root, keyframe_every=3)
-
-    def read():
-        reader = trainer_at(root)
-        while not stop.is_set():
-            reader = trainer_at(root) if len(seen) % 2 else reader
-            received = reader.receive_weights(0.2)
-            if received is not None:
-                assert int(received["c.count"][0]) == reader.received_version
-                seen.append(reader.received_version)
-
-    for version in range(1, 60):
-        if version == 4:
-            reading = [in_thread(read, "reads") for _ in range(2)]
-        own["c.count"][0] = version
-        trainer.send_weights("policy", own)
-        step(own, version)
-    stop.set()
-    assert [one.result(WAIT_S) for one in reading] == [None, None]
-    assert len(set(seen)) > 3
-    assert len(list(root.glob("weight_v*"))) <= 6
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def verify(root: Root, base: Base = None) -> int:
                         f"tensor {name!r} by the delta is not that of the keyframe of version {number}"
                     )
             if manifest.full is not None:
-                with closing(PublishedVersion(reader.store, number, manifest)) as published:
+                with closing(PublishedVersion(reader.store, manifest)) as published:
                     published.verify()
         except ConfigError as raised:  # the command names too little to check it
             ok, error = None, str(raised)
@@ -165,8 +165,7 @@ def materialize(
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
             folder.rmdir()
-        needed = sum(meta.nbytes for meta in source.params())
-        with LocalStore(folder.parent).draft(folder.name, needed_bytes=needed) as draft:
+        with LocalStore(folder.parent).draft(folder.name) as draft:
             manifest = FullWriter(shard_bytes).write(draft, source, version, reader.chain.version(version).run_id)
     document = {"version": version, "path": str(folder), "bytes": sum(manifest.files.values())}
     return answer(document, f"version {version} is in {folder}, {document['bytes']:,} bytes")

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import uuid
 import weakref
@@ -28,7 +27,6 @@ __all__ = ["PROBE", "LocalStore"]
 log = logging.getLogger("torchrl_ext")
 
 _TEMPORARY = ".tmp-"  # marks names that begin with a dot: no reader lists them, and an owner removes them
-_TEMPORARY_NAME = re.compile(rf"/\.([^/]+){re.escape(_TEMPORARY)}[0-9a-f]{{32}}")
 PROBE = f".probe{_TEMPORARY}"
 """How the name of a file begins by which somebody finds out who sees the root; only a new owner removes these."""
 
@@ -100,7 +98,7 @@ class LocalStore(Store):
         self._refuse_moved()
         path = f"{self.url}/{checked_key(key)}"
         temporary = _beside(path)
-        with self._doing("write", len(data)):
+        with self._doing("write"):
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write(temporary, data)
@@ -111,8 +109,8 @@ class LocalStore(Store):
             sync(os.path.dirname(path))
 
     @contextmanager
-    def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        """Open a folder for writing, as `Store.draft`; an error says what is needed and what is free.
+    def draft(self, folder: str) -> Iterator[Draft]:
+        """Open a folder for writing, as `Store.draft`.
 
         Files must be fsynced by the block; the folder, its rename and the root are fsynced here.
         """
@@ -120,9 +118,7 @@ class LocalStore(Store):
         temporary = _beside(path)
         if os.path.lexists(path):
             raise taken(path)
-        with self._doing("write", needed_bytes):
-            if _free(self.root) < needed_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        with self._doing("write"):
             try:
                 os.mkdir(temporary)
                 yield _LocalDraft(Path(temporary))
@@ -226,32 +222,19 @@ class LocalStore(Store):
             log.warning("%s is not removed yet, and is tried again later: %s", path, error)
 
     @contextmanager
-    def _doing(
-        self, what: str, needed: int | None = None, *, passing: type[BaseException] = WeightSyncError
-    ) -> Iterator[None]:
-        """Turn an error of the operating system into a `StoreError`; where space ran out, it says what is needed.
-
-        Args:
-            what: the verb for the message.
-            needed: bytes that are written; 0 where that is not known beforehand.
-            passing: errors that stay as they are.
-        """
+    def _doing(self, what: str, *, passing: type[BaseException] = WeightSyncError) -> Iterator[None]:
+        """Turn an error of the operating system into a `StoreError`; errors of ``passing`` stay as they are."""
         try:
             yield
         except (WeightSyncError, passing):  # some of ours are OSErrors too
             raise
         except OSError as error:
-            path = _TEMPORARY_NAME.sub(r"/\1", str(error.filename or self.root))
-            said = f"cannot {what} {path}: {error.strerror or error}"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
+            said = f"cannot {what} {error.filename or self.root}: {error.strerror or error}"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StoreError(said, hint="check that the path exists and may be written by this user") from error
-            free = 0
-            with suppress(OSError):  # the root is gone
-                free = _free(self.root)
-            room = f"room for {needed:,} bytes" if needed else "room for one more version"
             raise StoreError(
                 said,
-                expected=f"{room}, by the file system ({free:,} bytes are free), quotas and limits on file sizes",
+                expected="room for one more version: on the filesystem, in quotas, and below limits on file sizes",
                 state="nothing was published; older versions are still in place",
                 hint="free some space, or use another root, and send again",
             ) from error
@@ -269,12 +252,6 @@ def _write(path: str, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _free(folder: Path) -> int:
-    """Return the bytes that are free under a folder."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 def _leave_to_parent() -> None:

@@ -125,7 +125,7 @@ class DeltaManifest:
         version: the version that it leads to.
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
-        base_run_id: the one that published the base; made of the digests of a checkpoint, where that is version 0.
+        base_run_id: the one that published the base; "base" for a checkpoint, which is version 0.
         codecs: the kinds of its blocks.
         files: size in bytes of every file of the delta.
         table: the parameters, changed or not, and the streams.

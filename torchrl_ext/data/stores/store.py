@@ -131,12 +131,11 @@ class Store(ABC):
         self.owned = False
 
     @abstractmethod
-    def draft(self, folder: str, needed_bytes: int = 0) -> AbstractContextManager[Draft]:
+    def draft(self, folder: str) -> AbstractContextManager[Draft]:
         """Open a folder for writing; it is complete when the block ends, and is removed if the block fails.
 
         Args:
             folder: its name in the store.
-            needed_bytes: raise at once if less space than this is known to be free.
 
         Raises:
             StoreError: no space, no permission, or the name is taken.
@@ -229,7 +228,7 @@ class MemoryStore(Store):
                 self._values.pop(known, None)
 
     @contextmanager
-    def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
+    def draft(self, folder: str) -> Iterator[Draft]:
         if self.list(folder):
             raise taken(f"{folder} in {self.url}")
         draft = _MemoryDraft()

@@ -36,7 +36,6 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 """
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
-_ROW_BYTES = 128  # of a tensor in a header, beside its name and shape; more than there are
 _METADATA = "__metadata__"
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -110,20 +109,16 @@ class Layout:
 def plan_shards(params: Iterable[ParamMeta], shard_bytes: int) -> list[Layout]:
     """Split ``params``, in order, over files of at most ``shard_bytes`` of tensors (one larger tensor: a file alone).
 
-    A file also ends before its header would be larger than readers accept.
-
     File names are those of Hugging Face checkpoints: ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
     """
     groups: list[list[ParamMeta]] = [[]]
-    filled = header = 0
+    filled = 0
     for meta in params:
-        row = _ROW_BYTES + 6 * len(meta.name) + 21 * len(meta.shape)  # at most
-        if groups[-1] and (filled + meta.nbytes > shard_bytes or header + row > _HEADER_LIMIT):
+        if groups[-1] and filled + meta.nbytes > shard_bytes:
             groups.append([])
-            filled = header = 0
+            filled = 0
         groups[-1].append(meta)
         filled += meta.nbytes
-        header += row
     if len(groups) == 1:
         return [Layout.of("model.safetensors", groups[0])]
     total = len(groups)

@@ -11,15 +11,12 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
-import numpy as np
-
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.manifest import DeltaManifest
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Handoff, TransferStats, Update, Worker
@@ -214,7 +211,7 @@ class DeltaTransport(StandaloneTransport):
             stats.bytes = sum(delta.files.values())
             stats.density = int(delta.changed.sum()) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes
-            stats.encoding = _kinds(delta)
+            stats.encoding = ", ".join(delta.codecs)
         stats.spans.since("publish", began)
         if self._group is None:
             return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
@@ -271,12 +268,3 @@ class DeltaTransport(StandaloneTransport):
             broadcast = Broadcast(group, store, chain)
         copies = lambda name: offer.needs_base or here.copies(name)  # noqa: E731
         return VersionReader(chain, offer.base, broadcast=broadcast, copies=copies, slices=here.slices)
-
-
-def _kinds(delta: DeltaManifest) -> str:
-    """Return how the changes of a delta were coded."""
-    kinds, total = delta.codecs, delta.blocks.size
-    if len(kinds) == 1:
-        return kinds[0]
-    counts = np.bincount(delta.blocks["codec"], minlength=len(kinds)).tolist()
-    return ", ".join(f"{count} of {total} blocks {kind}" for count, kind in zip(counts, kinds, strict=True))

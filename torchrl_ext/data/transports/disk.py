@@ -288,7 +288,7 @@ class DiskTransport(StandaloneTransport):
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
         self._versions.own()
         self._shared.clear()  # workers that joined have found the probe
-        with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
+        with self._store.draft(version_name(version)) as draft:
             self._full.write(draft, source, version, self._run_id)
         self._versions.advance(version)
         self._connected = True

@@ -22,7 +22,6 @@ from torch import Tensor
 from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.streams import in_threads
-from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.manifest import MANIFEST, FilePlace, Manifest, version_name
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.stores.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
@@ -111,11 +110,6 @@ class FullWriter:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
         self._shard_bytes = shard_bytes
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
-
-    def needed_bytes(self, source: WeightSource) -> int:
-        """Return about how many bytes a version takes: its tensors, and a little for the small files."""
-        params = source.params()
-        return sum(map(attrgetter("nbytes"), params)) + 256 * len(params) + sum(map(len, self._files.values()))
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
         """Write every file of a full version into ``draft``, the manifest last.
@@ -206,40 +200,28 @@ class PublishedVersion:
 
     Args:
         store: where the version is.
-        number: the version.
-        manifest: of the version, where it was read.
+        manifest: of the version.
 
     Raises:
         FileNotFoundError: the version is not there (any more).
         IntegrityError: its files are not what its manifest says.
-
-    Attributes:
-        number, manifest: as given, or read.
-        path: where its files are: a directory, or a URL.
     """
 
-    def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
-        manifest = Chain(store).version(number) if manifest is None else manifest
-        folder = version_name(number)
-        self.number, self.manifest, self.path = number, manifest, f"{store.url}/{folder}"
-        if manifest.full is None:
-            raise IntegrityError(
-                f"{self.path} is a delta",
-                expected="a full version",
-                hint="follow this root with the delta transport",
-            )
-        self._placed = [(meta, *place) for meta, place in zip(manifest.params, manifest.full, strict=True)]
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        folder, places = version_name(manifest.version), manifest.full or ()
+        self._manifest, self._path = manifest, f"{store.url}/{folder}"
+        self._placed = [(meta, *place) for meta, place in zip(manifest.params, places, strict=True)]
         self._files: dict[str, TensorFile] = {}
         self._verified = False
         try:
-            for name in sorted({file for file, _ in manifest.full}):
+            for name in sorted({file for file, _ in places}):
                 try:
                     found_at = store.open(f"{folder}/{name}")
                 except FileNotFoundError as error:
                     if MANIFEST not in store.list(folder):  # pruned in between
                         raise
                     raise IntegrityError(
-                        f"{self.path}/{name} is missing",
+                        f"{self._path}/{name} is missing",
                         expected="every file that the manifest names",
                         hint="send again",
                     ) from error
@@ -252,14 +234,14 @@ class PublishedVersion:
             for meta, name, _ in self._placed:
                 entry = self._files[name].entries.get(meta.name)
                 if entry is None or entry[0] != meta:
-                    raise IntegrityError(f"{self.path}/{name} does not hold {meta}, as the manifest says")
+                    raise IntegrityError(f"{self._path}/{name} does not hold {meta}, as the manifest says")
         except BaseException:
             self.close()
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
         """Return the parameters of the version, in order."""
-        return self.manifest.params
+        return self._manifest.params
 
     def verify(self) -> None:
         """Verify the checksum of every tensor, unless an earlier call did.
@@ -307,8 +289,8 @@ class PublishedVersion:
     def _compare(self, meta: ParamMeta, file: str, checksum: str, found: str) -> None:
         if found != checksum:
             raise IntegrityError(
-                f"tensor {meta.name!r} in {self.path}/{file} is damaged",
+                f"tensor {meta.name!r} in {self._path}/{file} is damaged",
                 expected=f"xxh3-128 {checksum}, found {found}",
-                state=f"nothing of version {self.number} was used beyond the tensors before it",
+                state=f"nothing of version {self._manifest.version} was used beyond the tensors before it",
                 hint="send the weights again, and check the disk",
             )

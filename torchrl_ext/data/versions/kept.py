@@ -30,7 +30,7 @@ class KeptTensors:
         self.digests: dict[str, str] = {}
         self._metas: tuple[ParamMeta, ...] = ()
 
-    def open(self, number: int, manifest: Manifest) -> KeptTensors:
+    def open(self, manifest: Manifest) -> KeptTensors:
         """Verify a keyframe, and return it open for reading (`torchrl_ext.data.versions.open_route.FullVersion`).
 
         Raises:
@@ -43,7 +43,7 @@ class KeptTensors:
             if not sound or self.digests.get(meta.name) != digest:
                 fault = "is not in memory any more" if tensor is None else "came damaged over the group"
                 raise IntegrityError(
-                    f"tensor {meta.name!r} of version {number} {fault}",
+                    f"tensor {meta.name!r} of version {manifest.version} {fault}",
                     expected=f"{meta} with digest {digest}",
                     state="nothing of the version was used",
                     hint="send again: after an update that failed, the next version is sent in full",

@@ -42,7 +42,7 @@ class FullVersion(Protocol):
         """Release its files or its memory. May be called twice."""
 
 
-OpenFull = Callable[[int, Manifest], FullVersion]
+OpenFull = Callable[[Manifest], FullVersion]
 OpenBase = Callable[[], WeightSource]
 Wanted = Callable[[str], Sequence[Block] | None]
 """Says which blocks of a parameter are wanted; None where all of it is."""
@@ -118,7 +118,7 @@ class OpenRoute:
         self.reached, self.params = (end.run_id, target), end.params
         self.base = base() if base is not None and route.start is not None and self.held is None else None
         self.keyframe = route.keyframe
-        self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
+        self.published = None if route.keyframe is None else open_full(route.keyframe)
         self.deltas: list[_Delta] = []
         payloads = Payloads(chain.store)
         try:

@@ -77,11 +77,8 @@ class ChainReader:
         route = None if self._base is None else self.chain.route(target, based=True)
         if route is None or route.start is None:
             return
-        params = self.chain.version(target).params
-        known, mirrored = (
-            route.deltas[0][1].hex_base_digests,
-            {meta.name for meta in params if self._retained(meta.name)},
-        )
+        params, known = self.chain.version(target).params, route.deltas[0][1].hex_base_digests
+        mirrored = {meta.name for meta in params if self._retained(meta.name)}
         with suppress(ConfigError):  # the model cannot be read back
             own = digests()
             same = all(known.get(name, found) == found for name, found in own.items())

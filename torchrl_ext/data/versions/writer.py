@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.data.stores.chain import Chain
@@ -88,8 +87,7 @@ class ChainWriter:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, self._version, manifest = False, None, None
         files_of = self._own.full if isinstance(self._own.full, FullWriter) else None
-        needed = files_of.needed_bytes(source) if keyframe and files_of else 0
-        with self._chain.store.draft(version_name(version), needed_bytes=needed) as draft:
+        with self._chain.store.draft(version_name(version)) as draft:
             ranks.order("write", place=draft.place, delta=base is not None, keyframe=keyframe)
             own = self._own.write(source, draft, delta=base is not None, keyframe=keyframe)
             written = [own, *self._answers(ranks)]
@@ -130,11 +128,7 @@ class ChainWriter:
             ranks.order("start", base=self._base)
             self._digests = _summed([self._own.start(self._base), *self._answers(ranks)])
             self._files = dict(CheckpointSource(self._base).files())
-            hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
-            rows = zip(self._own.table.params, self._digests.tolist(), strict=True)
-            for name, first, second in sorted((meta.name, *words) for meta, words in rows):
-                hasher.update(f"{name}\0{first:016x}{second:016x}\n".encode())
-            self._version = f"base-{hasher.hexdigest()}", 0
+            self._version = "base", 0
         self._begun = True
 
     def _answers(self, ranks: Ranks) -> list[Written]:
