@@ -110,7 +110,7 @@ def test_every_rank_raises_the_error_of_one_rank(rank, world, folder):
         with pytest.MonkeyPatch.context() as patch:
             if rank == wrong:
                 patch.setattr(FullWriter, "write_tensors", full_disk)
-            trainer._writer.forget()
+            trainer._writer.restart()
             fails(source, "No space left")
     trainer.send_weights(source)
     if rank == 0:

@@ -240,7 +240,7 @@ class DeltaTransport(StandaloneTransport):
             self._chain.prune(before=self._chain.newest() + 1)  # the pointer stays, so that numbers go on
         elif self._store.owned:
             self._shared.clear()
-            self._writer.forget()  # another trainer may publish here meanwhile
+            self._writer.restart()  # another trainer may publish here meanwhile
         self._store.disown()
 
     # worker end

@@ -31,7 +31,7 @@ class KeptTensors:
         self._metas: tuple[ParamMeta, ...] = ()
 
     def open(self, manifest: Manifest) -> KeptTensors:
-        """Verify a keyframe, and return it open for reading (`torchrl_ext.data.versions.open_route.FullVersion`).
+        """Verify a keyframe, and return it open for reading, as `PublishedVersion`.
 
         Raises:
             IntegrityError: a tensor is damaged, or not here (any more); names it.

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from torchrl_ext.base.errors import IntegrityError, ManifestError
-from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, unit_bytes, units
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.manifest import DeltaManifest, Manifest, RunVersion
-from torchrl_ext.data.versions.payloads import Payloads
+from torchrl_ext.data.versions.full import PublishedVersion
+from torchrl_ext.data.versions.kept import KeptTensors
+from torchrl_ext.data.versions.payloads import read_blocks
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import WeightSource
@@ -29,19 +30,8 @@ from torchrl_ext.data.weights.source import WeightSource
 __all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "Wanted", "needs_old"]
 
 
-class FullVersion(Protocol):
-    """A keyframe, open for reading."""
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        """Return the parameters that it holds, in order."""
-
-    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor in order, each verified first, and read into that of ``into`` where it fits."""
-
-    def close(self) -> None:
-        """Release its files or its memory. May be called twice."""
-
-
+FullVersion = PublishedVersion | KeptTensors
+"""A keyframe, open for reading."""
 OpenFull = Callable[[Manifest], FullVersion]
 OpenBase = Callable[[], WeightSource]
 Wanted = Callable[[str], Sequence[Block] | None]
@@ -68,12 +58,12 @@ class _Delta:
     Attributes:
         where: its folder, for messages.
         manifest: of the delta.
-        changes: decodes the change of each range; takes the old units of it, where they are known.
+        blocks: the kind of each range's block, and a call that returns its bytes.
     """
 
     where: str
     manifest: DeltaManifest
-    changes: Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]
+    blocks: Mapping[_Range, tuple[str, Callable[[], memoryview]]]
 
 
 class OpenRoute:
@@ -120,14 +110,27 @@ class OpenRoute:
         self.keyframe = route.keyframe
         self.published = None if route.keyframe is None else open_full(route.keyframe)
         self.deltas: list[_Delta] = []
-        payloads = Payloads(chain.store)
         try:
-            for folder, manifest in route.deltas:
-                changes = _in_blocks(payloads, folder, manifest, wanted if self.held is not None else None)
-                self.deltas.append(_Delta(where=f"{chain.store.url}/{folder}", manifest=manifest, changes=changes))
-            payloads.read()
-            self.read_bytes = payloads.nbytes
-            self._ranges = sorted({within for delta in self.deltas for within in delta.changes})
+            wanted = wanted if self.held is not None else None
+            chosen = [
+                [number for number in range(manifest.blocks.size) if _is_wanted(manifest, number, wanted)]
+                for _, manifest in route.deltas
+            ]
+            rows = [manifest.blocks[numbers] for (_, manifest), numbers in zip(route.deltas, chosen, strict=True)]
+            self.read_bytes = sum(int(own["nbytes"].sum()) for own in rows)
+            for (folder, manifest), numbers in zip(route.deltas, chosen, strict=True):
+                where, kinds = f"{chain.store.url}/{folder}", manifest.codecs
+                if not {*kinds} <= {*KINDS}:
+                    raise ManifestError(
+                        f"{where} has blocks of the kinds {', '.join(map(repr, kinds))}",
+                        expected=f"some of {', '.join(KINDS)}",
+                    )
+                read, blocks = read_blocks(chain.store, folder, manifest, numbers, self.read_bytes), {}
+                for number, payload in read.items():
+                    row = manifest.blocks[number]
+                    blocks[_Range(*(int(row[name]) for name in _Range._fields))] = kinds[row["codec"]], payload
+                self.deltas.append(_Delta(where=where, manifest=manifest, blocks=blocks))
+            self._ranges = sorted({within for delta in self.deltas for within in delta.blocks})
             self._by_stream: dict[int, list[_Range]] = {}
             for within in self._ranges:
                 self._by_stream.setdefault(within.stream, []).append(within)
@@ -216,10 +219,11 @@ class OpenRoute:
         """
         patches, old = list[StreamPatch](), self._units(within, copies) if self._needs_old else None
         for delta in self.deltas:
-            if within not in delta.changes:
+            if within not in delta.blocks:
                 continue
+            kind, payload = delta.blocks[within]
             try:
-                patches.append(delta.changes[within](old))
+                patches.append(decode_block(kind, payload(), delta.manifest.table, *within, old))
             except IntegrityError as error:
                 name = self._table.at(within.stream, within.start).name
                 raise IntegrityError(
@@ -327,33 +331,6 @@ class OpenRoute:
         """Close the files. May be called twice."""
         if self.published is not None:
             self.published.close()
-
-
-def _in_blocks(
-    payloads: Payloads, folder: str, manifest: DeltaManifest, wanted: Wanted | None
-) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
-    """Return what changes, of a delta in blocks, which are read as far as they are wanted."""
-    kinds = manifest.codecs
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ManifestError(f"a delta has blocks of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
-    numbers = [number for number in range(manifest.blocks.size) if _is_wanted(manifest, number, wanted)]
-    changes = {}
-    for number, payload in payloads.add(folder, manifest, numbers).items():
-        block = manifest.blocks[number]
-        within = _Range(*(int(block[name]) for name in _Range._fields))
-        changes[within] = partial(_of_block, kinds[block["codec"]], payload, manifest, within)
-    return changes
-
-
-def _of_block(
-    kind: str,
-    payload: Callable[[], memoryview],
-    manifest: DeltaManifest,
-    within: _Range,
-    old: np.ndarray | None,
-) -> StreamPatch:
-    return decode_block(kind, payload(), manifest.table, *within, old)
 
 
 def _is_wanted(manifest: DeltaManifest, number: int, wanted: Wanted | None) -> bool:

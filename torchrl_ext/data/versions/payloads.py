@@ -19,7 +19,7 @@ from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManif
 from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.stores.tensorfile import Layout
 
-__all__ = ["HELD_BYTES", "DeltaFiles", "Payloads"]
+__all__ = ["HELD_BYTES", "DeltaFiles", "read_blocks"]
 
 FILE_BYTES = 64 << 20
 """About how large a file of blocks is, so that writing runs beside coding."""
@@ -100,90 +100,69 @@ class DeltaFiles:
         return rows[np.lexsort((rows["start"], rows["stream"]))]
 
 
-@final
-class Payloads:
-    """Reads the blocks of deltas, and verifies each.
+def read_blocks(
+    store: Store, folder: str, manifest: DeltaManifest, numbers: Sequence[int], nbytes: int
+) -> dict[int, Callable[[], memoryview]]:
+    """Read blocks of a delta; return for each a call that returns its bytes, verified, from any thread.
 
-    Up to `HELD_BYTES` in all are read at once, and need the store no longer. More are read one by one, when they are
-    asked for.
+    Where the blocks of a route are more than `HELD_BYTES`, the calls read them one by one. They raise IntegrityError
+    where a block is damaged, or is gone from the store; it names a tensor.
 
     Args:
-        store: where the deltas are.
+        store: where the delta is.
+        folder: of its files.
+        manifest: of the delta.
+        numbers: of the blocks, in ``manifest.blocks``.
+        nbytes: of all blocks on the route.
 
-    Attributes:
-        nbytes: bytes of all blocks that were added.
+    Raises:
+        FileNotFoundError: the delta was collected.
+        IntegrityError: a file is missing or too short, or a block is damaged; names the tensor and the file.
     """
+    if nbytes > HELD_BYTES:
+        return {number: partial(_read_later, store, folder, manifest, number) for number in numbers}
+    by_file: dict[int, list[int]] = {}
+    for number in numbers:
+        by_file.setdefault(int(manifest.blocks["file"][number]), []).append(number)
+    read = [_loaded(store, folder, manifest, own) for own in by_file.values()]
+    return {number: data.toreadonly for found in read for number, data in found.items()}
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.nbytes = store, 0
-        self._added: list[tuple[str, DeltaManifest, list[int]]] = []
-        self._held: dict[tuple[str, int], memoryview] = {}
 
-    def add(self, folder: str, manifest: DeltaManifest, numbers: list[int]) -> dict[int, Callable[[], memoryview]]:
-        """Add blocks of a delta; return for each a call that returns its bytes, from any thread.
+def _read_later(store: Store, folder: str, manifest: DeltaManifest, number: int) -> memoryview:
+    try:
+        return _loaded(store, folder, manifest, [number])[number]
+    except FileNotFoundError as error:
+        file = [*manifest.files][manifest.blocks["file"][number]]
+        raise _incomplete(f"{store.url}/{folder}", file, manifest, None, number) from error
 
-        The calls raise IntegrityError where a block is damaged, or is gone from the store; it names a tensor.
 
-        Args:
-            folder: of the delta's files.
-            manifest: of the delta.
-            numbers: of the blocks, in ``manifest.blocks``.
-        """
-        self._added.append((folder, manifest, numbers))
-        self.nbytes += int(manifest.blocks["nbytes"][numbers].sum())
-        return {number: partial(self._payload, folder, manifest, number) for number in numbers}
-
-    def read(self) -> None:
-        """Read everything, unless it takes more than the bound.
-
-        Raises:
-            FileNotFoundError: a delta was collected.
-            IntegrityError: a file is missing or too short, or a block is damaged; names the tensor and the file.
-        """
-        for folder, manifest, numbers in self._added if self.nbytes <= HELD_BYTES else ():
-            by_file: dict[int, list[int]] = {}
-            for number in numbers:
-                by_file.setdefault(int(manifest.blocks["file"][number]), []).append(number)
-            for own in by_file.values():
-                self._held |= {(folder, number): data for number, data in self._loaded(folder, manifest, own).items()}
-
-    def _payload(self, folder: str, manifest: DeltaManifest, number: int) -> memoryview:
-        if (folder, number) in self._held:
-            return self._held[folder, number]
-        try:
-            return self._loaded(folder, manifest, [number])[number]
-        except FileNotFoundError as error:
-            file = [*manifest.files][manifest.blocks["file"][number]]
-            where = f"{self.store.url}/{folder}"
-            raise _incomplete(where, file, manifest, None, number) from error
-
-    def _loaded(self, folder: str, manifest: DeltaManifest, numbers: list[int]) -> dict[int, memoryview]:
-        """Return blocks of one file; the file is read as a whole where they are most of it."""
-        rows, where = manifest.blocks[numbers], f"{self.store.url}/{folder}"
-        file, size = [*manifest.files.items()][rows["file"][0]]
-        whole, begin = 2 * int(rows["nbytes"].sum()) > size, int(rows["offset"].min())
-        spans = [(begin, size - begin)] if whole else rows[["offset", "nbytes"]].tolist()
-        try:
-            read = [memoryview(data) for data in self.store.ranges(f"{folder}/{file}", spans)]
-        except FileNotFoundError as error:
-            if MANIFEST not in self.store.list(folder):  # collected in between
-                raise
-            raise _incomplete(where, file, manifest, None, numbers[0]) from error
-        found = {}
-        for at, (number, row) in enumerate(zip(numbers, rows, strict=True)):
-            first, nbytes, stated = (int(row[name]) for name in ("offset", "nbytes", "checksum"))
-            payload = read[0][first - begin :][:nbytes] if whole else read[at]
-            if len(payload) != nbytes:
-                raise _incomplete(where, file, manifest, first + len(payload), number)
-            if xxhash.xxh3_64_intdigest(payload) != stated:
-                raise IntegrityError(
-                    f"tensor {_first(manifest, number)!r} in {where}/{file} is damaged",
-                    expected=f"xxh3-64 {stated:016x}, found {xxhash.xxh3_64_hexdigest(payload)}",
-                    state=f"nothing of version {manifest.version} was used",
-                    hint="let the trainer publish again, and check the disk",
-                )
-            found[number] = payload
-        return found
+def _loaded(store: Store, folder: str, manifest: DeltaManifest, numbers: list[int]) -> dict[int, memoryview]:
+    """Return blocks of one file; the file is read as a whole where they are most of it."""
+    rows, where = manifest.blocks[numbers], f"{store.url}/{folder}"
+    file, size = [*manifest.files.items()][rows["file"][0]]
+    whole, begin = 2 * int(rows["nbytes"].sum()) > size, int(rows["offset"].min())
+    spans = [(begin, size - begin)] if whole else rows[["offset", "nbytes"]].tolist()
+    try:
+        read = [memoryview(data) for data in store.ranges(f"{folder}/{file}", spans)]
+    except FileNotFoundError as error:
+        if MANIFEST not in store.list(folder):  # collected in between
+            raise
+        raise _incomplete(where, file, manifest, None, numbers[0]) from error
+    found = {}
+    for at, (number, row) in enumerate(zip(numbers, rows, strict=True)):
+        first, nbytes, stated = (int(row[name]) for name in ("offset", "nbytes", "checksum"))
+        payload = read[0][first - begin :][:nbytes] if whole else read[at]
+        if len(payload) != nbytes:
+            raise _incomplete(where, file, manifest, first + len(payload), number)
+        if xxhash.xxh3_64_intdigest(payload) != stated:
+            raise IntegrityError(
+                f"tensor {_first(manifest, number)!r} in {where}/{file} is damaged",
+                expected=f"xxh3-64 {stated:016x}, found {xxhash.xxh3_64_hexdigest(payload)}",
+                state=f"nothing of version {manifest.version} was used",
+                hint="let the trainer publish again, and check the disk",
+            )
+        found[number] = payload
+    return found
 
 
 def _first(manifest: DeltaManifest, number: int) -> str:

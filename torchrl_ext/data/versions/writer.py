@@ -169,10 +169,6 @@ class ChainWriter:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._begun = False
 
-    def forget(self) -> None:
-        """Make the next version a full one alone: what was published is not in the store."""
-        self._version = None
-
     def renew(self) -> None:
         """Make the next version a keyframe, for readers that hold neither the base nor a version of this chain."""
         self._acknowledged = False
