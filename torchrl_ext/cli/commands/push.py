@@ -151,7 +151,7 @@ def _settings(transport: str, found: Sequence[EngineInfo], given: Info, stack: c
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-push-"))
     if transport == "disk":
         return {**given, "root": place}
-    served = {info.model for info in found}  # that engines hold its weights is checked before they pause
+    served = {info.model for info in found}  # an engine that holds other weights reads these before the delta
     base = given.get("base") or (served.pop() if len(served) == 1 else "")
     if not base or not Path(base).is_dir():
         raise ConfigError(
