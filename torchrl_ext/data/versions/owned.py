@@ -202,14 +202,14 @@ class Owned:
             pass
         return Written(digests=self.digests.tobytes())
 
-    def write(self, source: WeightSource, draft: Draft, *, delta: bool, keyframe: bool) -> Written:
+    def write(self, source: WeightSource, draft: Draft | None, *, delta: bool, keyframe: bool) -> Written:
         """Gather, compare, code and write what this rank owns; the copies become what ``source`` has now.
 
         Where a part of the source alone may have changed (`WeightSource.part`), nothing else is looked at.
 
         Args:
             source: what is sent, at which `look` looked.
-            draft: of the version.
+            draft: of the version; None for a rank that owns nothing, in a store that takes files of one process.
             delta: it has a delta on the version before.
             keyframe: it is a full one.
 
@@ -226,6 +226,7 @@ class Owned:
             for _ in self._tensors(source, wanted):
                 pass
             return Written(changed=np.zeros(len(params), DIGEST).tobytes(), digests=self.digests.tobytes())
+        assert draft is not None
         if not delta:
             with closing(self._tensors(source)) as tensors:
                 placed, sizes = self._keyframe(draft, self._copied(tensors))
@@ -334,7 +335,7 @@ def steps(
     """
 
     def write(order: Info) -> Info:
-        draft = store.join(order["place"])
+        draft = store.join(order["place"]) if order["place"] else None
         return own.write(source, draft, delta=order["delta"], keyframe=order["keyframe"]).to_json()
 
     return {
