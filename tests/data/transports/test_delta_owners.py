@@ -39,10 +39,16 @@ def require_owned_once(transport, tensors):
 
 @on_ranks(1, 2, 4)
 def test_ranks_write_a_chain_together_and_readers_end_equal(rank, world, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        write_a_chain_together(rank, world, folder, patch)
+
+
+def write_a_chain_together(rank, world, folder, patch):
     for encoding in {1: ["auto"], 2: ["context", "deltas_zstd"], 4: ["auto"]}[world]:
         own, root = weights(), f"{folder}/{encoding}"
         if encoding == "deltas_zstd":  # as in a bucket, which takes files of one rank
-            LocalStore.joined, _LocalDraft.place = False, ""
+            patch.setattr(LocalStore, "joined", False)
+            patch.setattr(_LocalDraft, "place", "")
         source = Blocks(own, rank, world, meet=meet)
         trainer = tx.DeltaTransport(root, encoding=encoding, keyframe_every=3, keep_files=True)
         follower = tx.DeltaTransport(root)
