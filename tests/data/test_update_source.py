@@ -89,7 +89,7 @@ def test_a_keyframe_from_a_device_is_waited_for_twice(tmp_path, lag):
                 store = LocalStore(tmp_path / f"{count}{run}")
                 owner = Owned(encodings.make("ulp"), FullWriter(1 << 20))
                 settings = {"keyframe_every": 0, "base": None, "keep_files": True}
-                writer, before = ChainWriter(store, Chain(store), run, owner, **settings), waits()
+                writer, before = ChainWriter(Chain(store, run), owner, **settings), waits()
                 writer.publish(held, 1)
                 taken = waits() - before
         reader = ChainReader(Chain(store))

@@ -254,8 +254,10 @@ class Stateful(Tied):
 @pytest.mark.parametrize("transport", ["collective", "delta", "disk"])
 def test_meta_policy_gets_storage_ties_and_extra_state(transport, monkeypatch):
     """A policy on the meta device gets storage, ties and extra state, and its reader keeps no copies."""
-    readers, retain = [], ChainReader.retain
-    monkeypatch.setattr(ChainReader, "retain", lambda self, which: readers.append(self) or retain(self, which))
+    readers, make = [], ChainReader.__init__
+    monkeypatch.setattr(
+        ChainReader, "__init__", lambda self, *how, **more: readers.append(self) or make(self, *how, **more)
+    )
     trained, bare, scheme = Stateful(), Stateful(), Scheme(transport, verify=True)
     TensorDict.from_module(bare).data.to("meta").apply(nn.Parameter, filter_empty=False).to_module(bare)
     assert bare.a.weight.is_meta

@@ -215,8 +215,8 @@ encodings = Registry(
             "a bit for each unit, and the new ones; the one at the speed of memory",
         ),
         "auto": ("data.deltas.blocks:auto", "ulp, or bitmap where that block is shorter"),
-        "indices": ("compat.slime.flushes:indices", "int32 positions and values (slime's first format)"),
-        "deltas": ("compat.slime.flushes:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
-        "deltas_zstd": ("compat.slime.flushes:deltas_zstd", "deltas, the whole file in zstd (slime's first format)"),
+        "indices": ("data.deltas.blocks:indices", "positions of 32 bits, and the new ones"),
+        "deltas": ("data.deltas.blocks:deltas", "gaps between positions of 16 or 32 bits, and the new ones"),
+        "deltas_zstd": ("data.deltas.blocks:deltas_zstd", "deltas, packed by zstd"),
     },
 )

@@ -318,7 +318,7 @@ def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> 
         rows = zip(*olds.table.place, (new for _, _, new in pair), strict=True)
         made = DeltaFiles(olds.table, encodings.make(kind))
         blocks = find(olds.table, olds.bits, rows, made.code, threads=worker_threads())
-        return sum(len(data) for _, data in made.files(1, blocks))
+        return sum(len(data) for _, data in made.files(blocks))
 
     sizes = {name: theirs(layout) for name, layout in others.items()} | {kind: _published(pair, kind) for kind in OURS}
     ways: dict[str, Callable[[], object]] = {

@@ -28,7 +28,7 @@ from torchrl_ext.base.errors import DeadlineError, StoreError, WeightSyncError, 
 from torchrl_ext.base.messages import Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.base.types import Info, decoded
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.follower import Follower
+from torchrl_ext.data.stores.follower import looks, newer, reach
 from torchrl_ext.data.stores.manifest import version_number
 from torchrl_ext.data.stores.opening import admit, open_store
 from torchrl_ext.data.transports.disk import SharedRoot
@@ -196,8 +196,11 @@ def _located(path: str) -> tuple[Chain, int]:
     given = Path(admit(path))
     version = version_number(given.name)
     chain = Chain(open_store(given if version is None else Path(admit(str(given.parent)))))
-    follower, within = Follower(chain), Deadline(0.0)  # who asks has published, and may ask again
-    found = follower.newer(chain.version, within) if version is None else follower.reach(version, chain.version, within)
+    within = Deadline(0.0)  # who asks has published, and may ask again
+    if version is None:
+        found = newer(chain, chain.version, looks(within))
+    else:
+        found = reach(chain, version, chain.version, looks(within), within)
     if found is None:
         raise StoreError(
             f"{chain.store.url} holds no version",

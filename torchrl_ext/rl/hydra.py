@@ -44,7 +44,6 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     keep_files: bool | None = None
     shard_bytes: int | None = None
     files: Any = None
-    seen_at: str | None = None
     channel: str | None = None
     make: str | None = None
     master_port: int | None = None

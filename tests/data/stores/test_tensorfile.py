@@ -103,13 +103,6 @@ def test_dtypes_and_names_outside_the_format_are_refused():
             Layout.of("file", [ParamMeta(name, torch.float32, (1,))])
 
 
-def test_a_header_that_no_reader_accepts_begins_another_shard():
-    metas = [ParamMeta(f"{number}" + "n" * (1 << 20), torch.float32, (1,)) for number in range(100)]
-    shards = plan_shards(metas, 1 << 30)
-    assert [meta for shard in shards for meta in shard.params] == metas and len(shards) > 1
-    assert max(len(shard.header) for shard in shards) <= 100_000_000  # of the reference implementation
-
-
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")

@@ -112,7 +112,13 @@ class Announced:
         return iter(self._pairs)
 
 
-FILES = [{"manifest.json": 4, "delta-00001.bin": 4}, {"../x": 8}, {"manifest.json": -1}, {"": 8}, {"delta/changes": 8}]
+FILES = [
+    {"manifest.json": 4, "delta": 4},
+    {"../x": 8},
+    {"manifest.json": -1},
+    {"": 8},
+    {"delta/changes": 8},
+]
 ODD = [None, -1, 1.5, "1", [], {}, True, 1 << 80]
 TENSORS = [torch.zeros(count, dtype=torch.uint8) for count in (8, 0, 9)] + [torch.zeros(2)]
 

@@ -3,9 +3,7 @@
 import os
 import shutil
 import signal
-import threading
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torchrl_ext as tx
 from tests.data.group.members import stop
 from tests.data.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
 from tests.processes import calling, running_python
-from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError, UpdateError, WeightSyncError
 from torchrl_ext.data.stores import local
 from torchrl_ext.data.stores.chain import Chain
@@ -23,16 +20,22 @@ from torchrl_ext.data.versions import full as checkpoint_writer
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 
+DELTA = "delta-00001.safetensors"
+
+
+def first_block(folder):
+    return 8 + int.from_bytes((folder / DELTA).read_bytes()[:8], "little")
+
 
 def manifest(change):
     return lambda folder: rewrite(folder / "manifest.json", change)
 
 
 DAMAGES = {
-    "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),
-    "a missing payload": (lambda d: (d / "delta-00001.bin").unlink(), r"delta-00001.bin is missing, .*'a.weight'"),
+    "a flipped bit": (lambda d: flip(d / DELTA, first_block(d) + 9), rf"'a.weight' in .*weight_v000003/{DELTA}"),
+    "a missing payload": (lambda d: (d / DELTA).unlink(), rf"{DELTA} is missing, .*'a.weight'"),
     "a cut manifest": (lambda d: os.truncate(d / "manifest.json", 200), r"weight_v000003/manifest.json is damaged"),
-    "a codec nobody knows": (manifest(lambda m: m["delta"]["codecs"].__setitem__(0, {"name": "quantum"})), "'quantum'"),
+    "a codec nobody knows": (manifest(lambda m: m["delta"]["codecs"].__setitem__(0, "quantum")), "'quantum'"),
     "a digest of other weights": (
         manifest(lambda m: m["delta"].update(digests=m["delta"]["digests"][:24] + "AAAA" * 10)),
         r"'b.weight'",
@@ -73,15 +76,6 @@ class TestDamage:
         for reader in (alone, trainer_at(root)):
             assert same(reader.receive_weights(WAIT_S), own)
         sender.shutdown()
-
-    @pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd"])
-    def test_is_found_in_the_files_of_other_layouts_too(self, root, encoding):
-        published(root, 3, keyframe_every=0, encoding=encoding)
-        file = max(folder(root, 3).glob("*0000*"), key=lambda path: path.stat().st_size)
-        for spoil in (lambda file: flip(file, file.stat().st_size - 5), lambda file: os.truncate(file, 0), Path.unlink):
-            spoil(file)
-            with pytest.raises(IntegrityError, match=file.name):
-                trainer_at(root).receive_weights(WAIT_S)
 
     def test_missing_delta_is_named_and_a_later_keyframe_is_enough(self, root):
         trainer, own, _ = published(root, 4, keyframe_every=0)
@@ -150,30 +144,6 @@ def killed_trainer(transport, root, point):
     trainer.send_weights(own)
 
 
-def test_collection_never_races_readers_that_join_and_follow(root):
-    own, stop, seen, trainer = weights(), threading.Event(), [], trainer_at(root, keyframe_every=3)
-
-    def read():
-        reader = trainer_at(root)
-        while not stop.is_set():
-            reader = trainer_at(root) if len(seen) % 2 else reader
-            received = reader.receive_weights(0.2)
-            if received is not None:
-                assert int(received["c.count"][0]) == reader.received_version
-                seen.append(reader.received_version)
-
-    for version in range(1, 60):
-        if version == 4:
-            reading = [in_thread(read, "reads") for _ in range(2)]
-        own["c.count"][0] = version
-        trainer.send_weights("policy", own)
-        step(own, version)
-    stop.set()
-    assert [one.result(WAIT_S) for one in reading] == [None, None]
-    assert len(set(seen)) > 3
-    assert len(list(root.glob("weight_v*"))) <= 6
-
-
 @pytest.fixture
 def link(tmp_path):
     """A root that is a link to a directory."""
@@ -182,60 +152,43 @@ def link(tmp_path):
     return tmp_path / "root"
 
 
-def emptied(link, **_):
-    for path in link.resolve().iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def made_again(link, **_):
+def made_again(link):
     folder = link.resolve()
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-def flipped(link, **_):
+def flipped(link):
     (link.parent / "second").mkdir()
     (link.parent / "new").symlink_to("second")
     os.replace(link.parent / "new", link)
 
 
-def flipped_to_another_run(link, transport, count):
-    flipped(link)
-    with tx.make_transport(transport, root=link) as other:
-        for number in range(count):
-            other.send_weights(weights(seed=100 + number))
-
-
-WAYS = [emptied, made_again, flipped, flipped_to_another_run]
-
-
 @pytest.mark.parametrize("transport", ["delta", "disk"])
-@pytest.mark.parametrize(("way", "count"), [*((way, 4) for way in WAYS), (emptied, 1), (flipped_to_another_run, 1)])
+@pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.parametrize("driven", [False, True], ids=["alone", "by a sender"])
-def test_readers_and_engines_go_on_where_the_root_is_now(link, way, count, transport, driven):
-    trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
+def test_readers_and_engines_go_on_in_an_emptied_root(root, count, transport, driven):
+    trainer, held = (tx.make_transport(transport, root=root) for _ in range(2))
     own, served = weights(), weights(seed=7)
     sender = tx.WeightSender(trainer, InProcessEngine(served), finite=False)
     for version in range(1, count + 3):
         if version == count + 1:
-            way(link, transport=transport, count=count)
+            for path in root.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         step(own, version)
         if driven:
-            report = sender.update_weights(own)
-            assert report.verified and report.version >= version and same(served, own)
+            assert sender.update_weights(own).verified and same(served, own)
         else:
             trainer.send_weights(own)
-        late = tx.make_transport(transport, root=link)
-        for reader in (held, late):
+        for reader in (held, tx.make_transport(transport, root=root)):
             assert same(reader.receive_weights(0.0), own)
-            assert reader.received_version == (report.version if driven else version)
-    assert Path(link, f"weight_v{late.received_version:06d}").is_dir()
+            assert reader.received_version == version
     sender.shutdown()
 
 
 @pytest.mark.parametrize("transport", ["delta", "disk"])
 @pytest.mark.parametrize("way", [made_again, flipped])
-def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transport):
+def test_a_trainer_whose_root_was_moved_is_refused_until_it_ends(link, way, transport):
     first, second, held = (tx.make_transport(transport, root=link) for _ in range(3))
     own, others = weights(), weights(seed=9)
     first.send_weights(own)
@@ -245,13 +198,14 @@ def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transpor
         step(others, number)
         second.send_weights(others)
         before = sorted(link.rglob("*"))
-        with pytest.raises(StoreError, match="another trainer publishes into"):
+        with pytest.raises(StoreError, match="is another directory now"):
             first.send_weights(own)
         assert sorted(link.rglob("*")) == before
         assert same(held.receive_weights(0.0), others)
     second.shutdown()
+    first.shutdown()
     step(own, 3)
-    first.send_weights(own)  # as soon as the other one has left
+    first.send_weights(own)
     for reader in (held, tx.make_transport(transport, root=link)):
         assert same(reader.receive_weights(0.0), own)
     first.shutdown()
@@ -267,6 +221,4 @@ def test_writer_refuses_change_in_directory_it_did_not_lock(link):
         with pytest.raises(StoreError, match="is another directory now"):
             change()
     assert other.get("latest") == b"1"
-    other.disown()
-    assert store.own() and not store.own()
-    store.disown()
+    other.disown(), store.disown()

@@ -13,7 +13,7 @@ from tests.data.transports.standalone import Ends, assert_arrived
 from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import IntegrityError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
-from torchrl_ext.data.transports import delta, disk
+from torchrl_ext.data.transports import disk
 from torchrl_ext.data.transports.base import Arrival, Worker
 from torchrl_ext.testing import WAIT_S, assert_held
 
@@ -51,8 +51,7 @@ WORDS = {"a version": "weight_v000003|version 3", "the trainer": "the trainer's 
 @pytest.mark.parametrize("name", ["delta", "disk"])
 def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, name, step):
     """An abort ends the wait in progress, and a later wait neither ends by it nor spins."""
-    for module in (delta, disk):
-        monkeypatch.setattr(module, "VISIBLE_S", 3 * WAIT_S)
+    monkeypatch.setattr(disk, "VISIBLE_S", 3 * WAIT_S)
     trainer = tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S)
     receiver = tx.WeightReceiver({})
     offer = {**trainer.open(1, (), Deadline(WAIT_S)).info, "timeout_s": 3 * WAIT_S}

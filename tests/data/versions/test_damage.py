@@ -20,6 +20,7 @@ from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
 from torchrl_ext.base.errors import ManifestError, WeightSyncError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.data.deltas import streams
+from torchrl_ext.data.deltas.blocks import KINDS
 from torchrl_ext.data.stores.chain import Chain, Route
 from torchrl_ext.data.stores.manifest import END, MANIFEST, Manifest, version_name
 from torchrl_ext.data.stores.store import MemoryStore
@@ -31,7 +32,6 @@ from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import MappingSource
 from torchrl_ext.testing import any_bits, same_bits
 
-KINDS = ("ulp", "context", "bitmap")
 MOST_BYTES = 256 << 20
 FOLDER = version_name(2)
 COLUMNS = ("changed", "digests", "base_digests", "blocks")
@@ -93,7 +93,7 @@ def published(encoding, old=OLD, new=NEW):
     """The delta from one model to another."""
     store, block_units = MemoryStore(), streams.BLOCK_UNITS
     own = Owned(encodings.make(encoding), KeptTensors())
-    writer = ChainWriter(store, Chain(store), "r", own, keyframe_every=0, base=None, keep_files=True)
+    writer = ChainWriter(Chain(store, "r"), own, keyframe_every=0, base=None, keep_files=True)
     writer.publish(MappingSource(old), 1)
     writer.acknowledge()
     streams.BLOCK_UNITS = 512  # streams of several blocks

@@ -13,7 +13,6 @@ from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.local import LocalStore
 from torchrl_ext.data.stores.remote import RemoteStore, _RemoteFile
 from torchrl_ext.data.transports.delta import DeltaTransport
-from torchrl_ext.data.versions import full as checkpoint_reader
 from torchrl_ext.data.versions import payloads
 from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.testing import any_bits
@@ -60,8 +59,7 @@ def chain(tmp_path, monkeypatch):
             tensor[torch.rand(tensor.shape) < 0.3] += 1
     trainer.shutdown()
     store = CountingStore(tmp_path / "root")
-    reader = ChainReader(Chain(store))
-    reader.retain(lambda name: True)
+    reader = ChainReader(Chain(store), copies=lambda name: True)
     assert same(dict(reader.tensors(reader.open(1), {})), history[1])
     return reader, store, history
 
@@ -122,7 +120,6 @@ class CountingRemote(Counting, RemoteStore):
 def test_remote_keyframe_is_read_in_ranges(monkeypatch):
     monkeypatch.setattr(remote, "_AHEAD_BYTES", 4 << 10)
     monkeypatch.setattr(_RemoteFile, "chunk_bytes", 16 << 10)
-    monkeypatch.setattr(checkpoint_reader, "_BATCH_BYTES", 16 << 10)
     sizes, dtypes = [3, 700, 100_000, 1, 5000, 0, 9000, 20_001, 12] * 2, [torch.bfloat16, torch.float32, torch.int8]
     own = {f"t{n}": any_bits(dtypes[n % 3], size, seed=n) for n, size in enumerate(sizes)}
     store, folder = CountingRemote(f"memory://{uuid.uuid4().hex}/root"), "weight_v000001"

@@ -90,8 +90,7 @@ def materialize(
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
             folder.rmdir()
-        needed = sum(meta.nbytes for meta in source.params())
-        with LocalStore(folder.parent).draft(folder.name, needed_bytes=needed) as draft:
+        with LocalStore(folder.parent).draft(folder.name) as draft:
             manifest = FullWriter(shard_bytes).write(draft, source, version, reader.chain.version(version).run_id)
     document = {"version": version, "path": str(folder), "bytes": sum(manifest.files.values())}
     return answer(document, f"version {version} is in {folder}, {document['bytes']:,} bytes")

@@ -106,14 +106,16 @@ class Chain:
                 return self._read(newer).run_id, newer
         return run, number
 
-    def own(self) -> bool:
+    def own(self) -> None:
         """Own the store, as `Store.own`, before each version.
 
         Raises:
-            StoreError: another trainer owns it, or published into it since this one began.
+            StoreError: as `Store.own`, or another trainer published into it since this one began.
         """
-        anew, (run, _) = self.store.own(), self.head()
-        if anew:
+        begins = not self.store.owned
+        self.store.own()
+        run, _ = self.head()
+        if begins:
             self._seen = run
         if run not in ("", self._seen):
             raise StoreError(
@@ -122,7 +124,6 @@ class Chain:
                 state="nothing was written; this trainer no longer publishes into this root",
                 hint="end one of the two, or give this trainer its own root",
             )
-        return anew
 
     def advance(self, version: int, *, keyframe: bool | None = None) -> None:
         """Move the pointer forward to ``version``.

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import uuid
 import weakref
@@ -28,7 +27,6 @@ __all__ = ["PROBE", "LocalStore"]
 log = logging.getLogger("torchrl_ext")
 
 _TEMPORARY = ".tmp-"  # marks names that begin with a dot: no reader lists them, and an owner removes them
-_TEMPORARY_NAME = re.compile(rf"/\.([^/]+){re.escape(_TEMPORARY)}[0-9a-f]{{32}}")
 PROBE = f".probe{_TEMPORARY}"
 """How the name of a file begins by which somebody finds out who sees the root; only a new owner removes these."""
 
@@ -66,19 +64,17 @@ class LocalStore(Store):
 
     # writer
 
-    def own(self) -> bool:
+    def own(self) -> None:
         """Make and lock the root, and remove what a killed writer left, or this one could not remove; as `Store.own`.
 
         The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process. It
-        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock. Where the root's
-        name means another directory by now (it was removed and made again, mounted anew, or is a link that was moved),
-        that one is locked instead.
+        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock.
         """
-        anew = not (self.owned and self._is_here())
+        self._refuse_moved()
+        anew = not self.owned
         try:
             with self._doing("open"):
                 if anew:
-                    self.disown()
                     self.root.mkdir(parents=True, exist_ok=True)
                     self._descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                     self._unlock = weakref.finalize(self, os.close, self._descriptor)
@@ -91,7 +87,6 @@ class LocalStore(Store):
             self.disown()
             raise
         self.owned = True
-        return anew
 
     def disown(self) -> None:
         """Unlock the root, so that another writer may own it."""
@@ -103,7 +98,7 @@ class LocalStore(Store):
         self._refuse_moved()
         path = f"{self.url}/{checked_key(key)}"
         temporary = _beside(path)
-        with self._doing("write", len(data)):
+        with self._doing("write"):
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write(temporary, data)
@@ -114,8 +109,8 @@ class LocalStore(Store):
             sync(os.path.dirname(path))
 
     @contextmanager
-    def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        """Open a folder for writing, as `Store.draft`; an error says what is needed and what is free.
+    def draft(self, folder: str) -> Iterator[Draft]:
+        """Open a folder for writing, as `Store.draft`.
 
         Files must be fsynced by the block; the folder, its rename and the root are fsynced here.
         """
@@ -123,9 +118,7 @@ class LocalStore(Store):
         temporary = _beside(path)
         if os.path.lexists(path):
             raise taken(path)
-        with self._doing("write", needed_bytes):
-            if _free(self.root) < needed_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        with self._doing("write"):
             try:
                 os.mkdir(temporary)
                 yield _LocalDraft(Path(temporary))
@@ -186,20 +179,17 @@ class LocalStore(Store):
 
     # its helpers
 
-    def _is_here(self) -> bool:
-        """Return whether the directory that is locked is what the root's name means now."""
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.root))
-        except OSError:
-            return False
-
     def _refuse_moved(self) -> None:
-        if self.owned and not self._is_here():
+        here = not self.owned
+        if self.owned:
+            with suppress(OSError):
+                here = os.path.samestat(os.fstat(self._descriptor), os.stat(self.root))
+        if not here:
             raise StoreError(
                 f"{self.root} is another directory now than the one into which this trainer publishes",
                 expected="a root that stays",
                 state="nothing was changed in it",
-                hint="send the weights again: the trainer takes what is there now, unless another trainer has it",
+                hint="shut the transport down, and send again: it takes the directory that is there now",
             )
 
     def _lock(self) -> bool:
@@ -232,35 +222,19 @@ class LocalStore(Store):
             log.warning("%s is not removed yet, and is tried again later: %s", path, error)
 
     @contextmanager
-    def _doing(
-        self, what: str, needed: int | None = None, *, passing: type[BaseException] = WeightSyncError
-    ) -> Iterator[None]:
-        """Turn an error of the operating system into a `StoreError`; where space ran out, it says what is needed.
-
-        Args:
-            what: the verb for the message.
-            needed: bytes that are written; 0 where that is not known beforehand.
-            passing: errors that stay as they are.
-        """
+    def _doing(self, what: str, *, passing: type[BaseException] = WeightSyncError) -> Iterator[None]:
+        """Turn an error of the operating system into a `StoreError`; errors of ``passing`` stay as they are."""
         try:
             yield
         except (WeightSyncError, passing):  # some of ours are OSErrors too
             raise
         except OSError as error:
-            path = _TEMPORARY_NAME.sub(r"/\1", str(error.filename or self.root))
-            said = f"cannot {what} {path}: {error.strerror or error}"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
+            said = f"cannot {what} {error.filename or self.root}: {error.strerror or error}"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StoreError(said, hint="check that the path exists and may be written by this user") from error
-            free, cause = 0, ""
-            with suppress(OSError):  # the root is gone
-                free = _free(self.root)
-            if free > needed:  # whose size is not always known beforehand
-                cause = ", so a quota or a limit on file sizes may be the cause"
-            room = f"room for {needed:,} bytes" if needed else "room for one more version"
-            expected = f"{room} under {self.root}, where {free:,} bytes are free{cause}"
             raise StoreError(
                 said,
-                expected=expected,
+                expected="room for one more version: on the filesystem, in quotas, and below limits on file sizes",
                 state="nothing was published; older versions are still in place",
                 hint="free some space, or use another root, and send again",
             ) from error
@@ -278,12 +252,6 @@ def _write(path: str, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _free(folder: Path) -> int:
-    """Return the bytes that are free under a folder."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 def _leave_to_parent() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, final
+from typing import Annotated, final
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from torchrl_ext.base.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.base.types import (
     VERSIONS,
     Count,
-    Info,
     ParamMeta,
     Text,
     Wire,
@@ -32,7 +31,7 @@ from torchrl_ext.data.deltas.table import PARAMETERS, ParamTable
 from torchrl_ext.data.stores.store import checked_key
 
 __all__ = [
-    "BLOCK", "BLOCKS", "DIGEST", "END", "LARGEST", "MANIFEST", "DeltaManifest", "FilePlace", "Manifest", "RunVersion",
+    "BLOCK", "DIGEST", "END", "LARGEST", "MANIFEST", "DeltaManifest", "FilePlace", "Manifest", "RunVersion",
     "version_name", "version_number",
 ]  # fmt: skip
 
@@ -47,8 +46,6 @@ RunVersion = tuple[str, int]
 FilePlace = tuple[str, Annotated[str, msgspec.Meta(min_length=32, max_length=32)]]
 """The file that holds a tensor, and the xxh3-128 of the tensor's bytes (32 hex digits)."""
 
-BLOCKS = "blocks"
-"""The container of block codecs: one block after the other in each file."""
 DIGEST = np.dtype("<u8")
 """Of the columns of digests, shape (parameters, 2)."""
 BLOCK = np.dtype(
@@ -58,7 +55,7 @@ BLOCK = np.dtype(
 """Of the column of blocks, which are in order of stream and start: ``start`` and ``size`` in units of the stream, how
 many units changed, which bytes of which file code them with which codec, and their xxh3-64."""
 
-_FORMAT, _NUMBER = "torchrl_ext.version", 1
+_FORMAT, _NUMBER = "torchrl_ext.version", 2
 _NAME = re.compile(r"weight_v(\d{6}|[1-9]\d{6,17})", re.ASCII)
 _LEVEL = 1  # of zstd: 19 took 13 to 25 times as long for every version, for 6 to 8 % fewer bytes
 _SMALL, _RATIO = 1 << 20, 256  # a frame may unpack to one MiB, or so many times its size: digests hardly compress
@@ -101,15 +98,13 @@ class _Delta(Wire, frozen=True, kw_only=True):
 
     base_version: Count
     base_run_id: Text
-    container: Text
-    codecs: tuple[dict[str, Any], ...]
+    codecs: tuple[str, ...]
     files: tuple[str, ...]
     streams: msgspec.Raw
     changed: bytes
     digests: bytes
-    base_digests: bytes = b""
-    blocks: bytes = b""
-    placed: dict[str, str] = msgspec.field(default_factory=dict)
+    base_digests: bytes
+    blocks: bytes
 
 
 class _Document(_Format, frozen=True, kw_only=True):
@@ -130,31 +125,27 @@ class DeltaManifest:
         version: the version that it leads to.
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
-        base_run_id: the one that published the base; made of the digests of a checkpoint, where that is version 0.
-        container: how payloads are laid out in files (`torchrl_ext.data.versions.payloads`).
-        codecs: JSON of every codec used.
+        base_run_id: the one that published the base; "base" for a checkpoint, which is version 0.
+        codecs: the kinds of its blocks.
         files: size in bytes of every file of the delta.
         table: the parameters, changed or not, and the streams.
         changed: uint64, shape (parameters,): units that changed.
         digests: uint64, shape (parameters, 2): of every tensor *after* this delta.
         base_digests: the same *before* it, where the base is version 0, a checkpoint; else no rows.
-        blocks: of dtype `BLOCK`: what changed; none in another container.
-        placed: the file in which such a container holds what changed, by parameter.
+        blocks: of dtype `BLOCK`: what changed.
     """
 
     version: int
     base_version: int
     run_id: str
     base_run_id: str
-    container: str
-    codecs: tuple[Info, ...]
+    codecs: tuple[str, ...]
     files: Mapping[str, int]
     table: ParamTable
     changed: np.ndarray
     digests: np.ndarray
-    base_digests: np.ndarray = field(default_factory=lambda: np.empty((0, 2), DIGEST))
-    blocks: np.ndarray = field(default_factory=lambda: np.empty(0, BLOCK))
-    placed: Mapping[str, str] = field(default_factory=dict)
+    base_digests: np.ndarray
+    blocks: np.ndarray
 
     @property
     def params(self) -> tuple[ParamMeta, ...]:
@@ -186,15 +177,10 @@ class DeltaManifest:
         lengths = np.array([*self.files.values()], np.uint64)
         if not self.base_version < self.version:
             raise ValueError(f"its base is version {self.base_version}")
-        if any(not isinstance(codec.get("name"), str) for codec in self.codecs):
-            raise ValueError("a codec has no name")
         if self.changed.size != len(self.params):
             raise ValueError(f"{self.changed.size} counts of {len(self.params)} parameters")
         if len(self.digests) != len(self.params):
             raise ValueError(f"it has {len(self.digests)} digests of {len(self.params)} parameters")
-        for name, one in self.placed.items():
-            if name not in self.table.number or one not in self.files:
-                raise ValueError(f"{name!r} lies in {one!r}, and one of them is not listed")
         if not rows.size:
             return
         for name, bound in (("stream", sizes.size), ("file", lengths.size), ("codec", len(self.codecs))):
@@ -245,7 +231,6 @@ class Manifest:
         part = delta and _Delta(
             base_version=delta.base_version,
             base_run_id=delta.base_run_id,
-            container=delta.container,
             codecs=delta.codecs,
             files=tuple(delta.files),
             streams=msgspec.Raw(encode([stream.params.tolist() for stream in delta.table.streams])),
@@ -253,7 +238,6 @@ class Manifest:
             digests=delta.digests.astype(DIGEST, copy=False).tobytes(),
             base_digests=delta.base_digests.astype(DIGEST, copy=False).tobytes(),
             blocks=delta.blocks.tobytes(),
-            placed=dict(delta.placed),
         )
         document = _Document(
             format=_FORMAT,
@@ -319,7 +303,6 @@ class Manifest:
                 base_version=part.base_version,
                 run_id=found.run_id,
                 base_run_id=part.base_run_id,
-                container=part.container,
                 codecs=part.codecs,
                 files={name: found.files[name] for name in part.files},
                 table=table,
@@ -327,7 +310,6 @@ class Manifest:
                 digests=_digests(part.digests, len(params)),
                 base_digests=_digests(part.base_digests, len(params)),
                 blocks=np.frombuffer(part.blocks, BLOCK),
-                placed=part.placed,
             )
             delta.check()
         elif found.full is None:

@@ -108,7 +108,7 @@ class RemoteStore(Store):
             raise
 
     @contextmanager
-    def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
+    def draft(self, folder: str) -> Iterator[Draft]:
         if self.list(folder):
             raise taken(f"{self.url}/{folder}")
         with TemporaryDirectory(prefix="torchrl-ext-") as path:

@@ -118,29 +118,24 @@ class Store(ABC):
             StoreError: it cannot be removed.
         """
 
-    def own(self) -> bool:
-        """Become the store's only writer; called before each version, as what the name means may have changed.
-
-        Returns:
-            Whether it was not the writer of what is there now before: versions that it published may not be there.
+    def own(self) -> None:
+        """Become the store's only writer, or make sure of it; called before each version.
 
         Raises:
-            StoreError: another writer owns the store, or it cannot be created.
+            StoreError: another writer owns the store, it cannot be created, or it is another one now.
         """
-        before, self.owned = self.owned, True
-        return not before
+        self.owned = True
 
     def disown(self) -> None:
         """Release the store for another writer; allowed without owning it."""
         self.owned = False
 
     @abstractmethod
-    def draft(self, folder: str, needed_bytes: int = 0) -> AbstractContextManager[Draft]:
+    def draft(self, folder: str) -> AbstractContextManager[Draft]:
         """Open a folder for writing; it is complete when the block ends, and is removed if the block fails.
 
         Args:
             folder: its name in the store.
-            needed_bytes: raise at once if less space than this is known to be free.
 
         Raises:
             StoreError: no space, no permission, or the name is taken.
@@ -233,7 +228,7 @@ class MemoryStore(Store):
                 self._values.pop(known, None)
 
     @contextmanager
-    def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
+    def draft(self, folder: str) -> Iterator[Draft]:
         if self.list(folder):
             raise taken(f"{folder} in {self.url}")
         draft = _MemoryDraft()

@@ -27,7 +27,7 @@ from torchrl_ext.base.files import LocalFile, OpenFile
 from torchrl_ext.base.types import Count, ParamMeta, Shape, Wire
 from torchrl_ext.data.weights.digests import byte_view
 
-__all__ = ["CHUNK_BYTES", "FORMAT_NAMES", "HEADER_DAMAGE", "Layout", "TensorFile", "parse_header", "plan_shards"]
+__all__ = ["CHUNK_BYTES", "Layout", "TensorFile", "plan_shards"]
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are read (or written) and checksummed together: the second step finds them in the core's own cache.
@@ -36,9 +36,8 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 """
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
-_ROW_BYTES = 128  # of a tensor in a header, beside its name and shape; more than there are
 _METADATA = "__metadata__"
-_TORCH_NAMES = {  # in the order of the reference writer, last first
+_TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "I16": "int16",
     "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
@@ -47,8 +46,7 @@ _TORCH_NAMES = {  # in the order of the reference writer, last first
 _DTYPES: dict[str, torch.dtype] = {
     ours: getattr(torch, theirs) for ours, theirs in _TORCH_NAMES.items() if theirs in dir(torch)
 }
-FORMAT_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
-"""What the format calls a dtype, in the order in which its reference writer lays tensors out, last first."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Row(Wire, frozen=True, kw_only=True, gc=False):
@@ -87,7 +85,7 @@ class Layout:
         rows: dict[str, Any] = {_METADATA: {"format": "pt"}}
         at = 0
         for meta in sorted(params, key=attrgetter("dtype.itemsize"), reverse=True):
-            if meta.dtype not in FORMAT_NAMES:
+            if meta.dtype not in _NAMES:
                 raise ManifestError(
                     f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
                 )
@@ -98,7 +96,7 @@ class Layout:
                     hint="rename the tensor, with mapper= for example",
                 )
             end = at + meta.nbytes
-            rows[meta.name] = _Row(dtype=FORMAT_NAMES[meta.dtype], shape=meta.shape, data_offsets=(at, end))
+            rows[meta.name] = _Row(dtype=_NAMES[meta.dtype], shape=meta.shape, data_offsets=(at, end))
             at = end
         text = msgspec.json.encode(rows)
         text += b" " * (-len(text) % 8)
@@ -111,20 +109,16 @@ class Layout:
 def plan_shards(params: Iterable[ParamMeta], shard_bytes: int) -> list[Layout]:
     """Split ``params``, in order, over files of at most ``shard_bytes`` of tensors (one larger tensor: a file alone).
 
-    A file also ends before its header would be larger than readers accept.
-
     File names are those of Hugging Face checkpoints: ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
     """
     groups: list[list[ParamMeta]] = [[]]
-    filled = header = 0
+    filled = 0
     for meta in params:
-        row = _ROW_BYTES + 6 * len(meta.name) + 21 * len(meta.shape)  # at most
-        if groups[-1] and (filled + meta.nbytes > shard_bytes or header + row > _HEADER_LIMIT):
+        if groups[-1] and filled + meta.nbytes > shard_bytes:
             groups.append([])
-            filled = header = 0
+            filled = 0
         groups[-1].append(meta)
         filled += meta.nbytes
-        header += row
     if len(groups) == 1:
         return [Layout.of("model.safetensors", groups[0])]
     total = len(groups)
@@ -172,8 +166,8 @@ class TensorFile:
                 raise self._damaged(f"claims a header of {length:,} bytes")
             text, self._begin = bytearray(length), 8 + length
             self._fill(memoryview(text), 8)
-            self.entries, _ = parse_header(text, self.nbytes - self._begin)
-        except HEADER_DAMAGE as error:
+            self.entries = _parsed(text, self.nbytes - self._begin)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             self.close()
             raise self._damaged(f"has a header that cannot be read: {error}") from None
         except BaseException:
@@ -237,25 +231,10 @@ class TensorFile:
         return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint=hint)
 
 
-HEADER_DAMAGE = (ValueError, RecursionError, msgspec.MsgspecError)
-"""The errors that `parse_header` raises."""
-
-
-def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[ParamMeta, int]], dict[str, str]]:
-    """Read the header of a safetensors file, and check every field.
-
-    Args:
-        text: the header.
-        nbytes: of the tensors behind it.
-
-    Returns:
-        What each tensor is, and its first byte behind the header, by name; and the metadata.
-
-    Raises:
-        ValueError: or another one of `HEADER_DAMAGE`; not every reader would understand the file alike.
-    """
+def _parsed(text: bytearray, nbytes: int) -> dict[str, tuple[ParamMeta, int]]:
+    """Return `TensorFile.entries` from a header with ``nbytes`` behind it, where every reader would read it alike."""
     raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=dict[str, str])
+    msgspec.json.decode(raw.pop(_METADATA, b"{}"), type=dict[str, str])
     entries, decode = dict[str, tuple[ParamMeta, int]](), msgspec.json.Decoder(_Row).decode
     for name, text_of in raw.items():
         try:
@@ -275,4 +254,4 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
         at += meta.nbytes
     if at != nbytes:
         raise ValueError(f"there are {nbytes:,} bytes instead of the {at:,} that it describes")
-    return entries, metadata
+    return entries

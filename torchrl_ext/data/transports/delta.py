@@ -1,7 +1,4 @@
-"""`DeltaTransport` publishes changes as a chain of versions, which a reader can join at any point.
-
-`DeltaReader`, the worker's end, follows the chain.
-"""
+"""`DeltaTransport` publishes changes as a chain of versions, which a reader can join at any point."""
 
 from __future__ import annotations
 
@@ -9,44 +6,33 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar, final
-
-import numpy as np
-from torch import Tensor
+from typing import Any, ClassVar
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, TransportError
+from torchrl_ext.base.errors import ConfigError, TransportError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.ranks import Steps
-from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
-from torchrl_ext.data.stores.manifest import BLOCKS, DeltaManifest
 from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
-from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
+from torchrl_ext.data.transports.base import Abilities, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.broadcast import Broadcast, send
 from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.data.transports.disk import Invitation, SharedRoot
-from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
+from torchrl_ext.data.transports.disk import Invitation, SharedRoot, VersionReader
+from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
 from torchrl_ext.data.versions.full import FullWriter
 from torchrl_ext.data.versions.kept import KeptTensors
-from torchrl_ext.data.versions.open_route import OpenRoute
 from torchrl_ext.data.versions.owned import Owned, steps
-from torchrl_ext.data.versions.reader import ChainReader
 from torchrl_ext.data.versions.writer import ChainWriter
-from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import local_checkpoint
 from torchrl_ext.data.weights.source import WeightSource
 
-_Taken = TypeVar("_Taken")
-
-__all__ = ["DeltaOffer", "DeltaReader", "DeltaTransport"]
+__all__ = ["DeltaOffer", "DeltaTransport"]
 
 
 class DeltaOffer(Wire, frozen=True, kw_only=True):
@@ -67,106 +53,6 @@ class DeltaOffer(Wire, frozen=True, kw_only=True):
     probe: str = ""
     run_id: str = ""
     trainer: str = ""
-
-
-@final
-class DeltaReader(StandaloneEnd):
-    """Follows a chain; a version that was staged, or that `next` returned, stays open, so that none can prune it.
-
-    Args:
-        store: holds the versions; in memory where a group brings them.
-        base: the checkpoint that the worker holds already.
-        group: brings the versions.
-        copies: names the tensors of which whole copies are kept.
-        slices: the blocks that are read of changes, by name.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        base: str | None,
-        *,
-        group: CollectiveWorker | None = None,
-        copies: Callable[[str], bool] = lambda name: False,
-        slices: Mapping[str, tuple[Block, ...]] | None = None,
-    ) -> None:
-        self._store = store
-        self._chain = Chain(store)
-        self._broadcast = None if group is None else Broadcast(group, store, self._chain)
-        self._reader = ChainReader(self._chain, base, None if self._broadcast is None else self._broadcast.kept.open)
-        self._reader.want(slices or {})
-        self._reader.retain(copies)
-        self._opened: OpenRoute | None = None
-        self._follower = Follower(self._chain, None if self._broadcast is None else self._arrivals)
-
-    def _arrivals(self, within: Deadline) -> Iterator[None]:
-        """Yield whenever a broadcast may have brought another version, until the deadline."""
-        assert self._broadcast is not None
-        yield
-        while self._broadcast.fetch(within):
-            yield
-
-    def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
-        def found(version: int) -> Changes | None:
-            changes = None
-            if held is not None:
-                if self._reader.held is None:
-                    self._reader.adopt(version, held)
-                changes = self._reader.changes(version)
-            if changes is None:  # it has to be read in full
-                self._pin(self._reader.open(version))
-            return changes
-
-        return self._reach(version, found, within)
-
-    def _reach(self, version: int, take: Callable[[int], _Taken], within: Deadline) -> _Taken:
-        """Return what ``take`` finds: a filesystem may show a version late, and a broadcast takes a while."""
-        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
-        try:
-            return self._follower.reach(version, take, within)
-        except StoreError as error:
-            if self._broadcast is None:
-                raise
-            what, hint = f"weights version {version} did not come", "check that the trainer runs, and send again"
-            raise within.error(f"{what} from the trainer", state="nothing was changed", hint=hint) from error
-
-    def landed(self, staged: Changes) -> None:
-        self._reader.advance(staged)
-        self._forget()
-
-    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        route, self._opened = self._opened, None
-        if route is None or route.reached[1] != arrival.version:
-            route = self._reach(arrival.version, self._reader.open, within)
-        try:
-            yield from self._reader.tensors(route, into)
-        except (FileNotFoundError, IntegrityError) as error:
-            if self._chain.latest() == arrival.version:
-                raise
-            raise FileNotFoundError(f"version {arrival.version} was removed while it was read") from error
-        self._forget()
-
-    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        def opened(version: int) -> Arrival:
-            self._pin(route := self._reader.open(version))
-            return Arrival(version=version, params=route.params)
-
-        run = "" if self._reader.held is None else self._reader.held[0]
-        return self._follower.newer(opened, within, None if received is None else (run, received.version))
-
-    def _pin(self, route: OpenRoute | None) -> None:
-        if self._opened is not None:
-            self._opened.close()
-        self._opened = route
-
-    def _forget(self) -> None:
-        if self._broadcast is not None:
-            self._broadcast.landed()
-
-    def close(self) -> None:
-        self._pin(None)
-        if self._broadcast is not None:
-            self._broadcast.close()
 
 
 class DeltaTransport(StandaloneTransport):
@@ -245,7 +131,7 @@ class DeltaTransport(StandaloneTransport):
         self._codec = encodings.make(encoding)
         run_id = uuid.uuid4().hex
         self._store: Store
-        full: FullWriter
+        full: FullWriter | KeptTensors
         self._group: VLLMCollectiveTransport | None = None
         if root is None:
             self._store, self._kept = MemoryStore(), KeptTensors()
@@ -261,14 +147,11 @@ class DeltaTransport(StandaloneTransport):
         self._chain = Chain(self._store, run_id)
         self._own = Owned(self._codec, full)
         self._writer = ChainWriter(
-            self._store,
             self._chain,
-            run_id,
             self._own,
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            one_owner=not self._store.joined or self._codec.container != BLOCKS,
             timeout_s=timeout_s,
         )
 
@@ -276,11 +159,6 @@ class DeltaTransport(StandaloneTransport):
     def encodings(cls) -> tuple[str, ...]:
         """Return the names that ``encoding=`` takes."""
         return tuple(encodings.names())
-
-    @property
-    def baseline_bytes(self) -> int:
-        """Bytes of the newest version that this trainer process keeps as the baseline of deltas."""
-        return self._own.nbytes
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin()
@@ -292,8 +170,7 @@ class DeltaTransport(StandaloneTransport):
         self._connected = True
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        if self._chain.own():
-            self._writer.forget()
+        self._chain.own()
         self._connected = True
         self._begin()
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
@@ -326,9 +203,7 @@ class DeltaTransport(StandaloneTransport):
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()
         began, stats = time.perf_counter(), TransferStats()
-        if self._chain.own():
-            self._writer.forget()
-            self._shared.moved()
+        self._chain.own()
         delta = self._writer.publish(update.source, update.version, self.ranks.session)
         self._connected = True
         if delta is not None:
@@ -336,7 +211,7 @@ class DeltaTransport(StandaloneTransport):
             stats.bytes = sum(delta.files.values())
             stats.density = int(delta.changed.sum()) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes
-            stats.encoding = _kinds(delta)
+            stats.encoding = ", ".join(delta.codecs)
         stats.spans.since("publish", began)
         if self._group is None:
             return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
@@ -365,37 +240,31 @@ class DeltaTransport(StandaloneTransport):
             self._chain.prune(before=self._chain.newest() + 1)  # the pointer stays, so that numbers go on
         elif self._store.owned:
             self._shared.clear()
+            self._writer.restart()  # another trainer may publish here meanwhile
         self._store.disown()
 
     # worker end
 
-    def attend(self, within: Deadline) -> DeltaReader:
-        return DeltaReader(
-            self._store,
-            self._base,
-            group=None if self._group is None else CollectiveWorker(self._group.member),
-            copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
-        )
+    def attend(self, within: Deadline) -> VersionReader:
+        chain, broadcast = Chain(self._store), None
+        if self._group is not None:
+            broadcast = Broadcast(CollectiveWorker(self._group.member), self._store, chain)
+        # what is returned is whole, so the copies to which changes are applied are here
+        return VersionReader(chain, self._base, broadcast=broadcast, copies=lambda name: True)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> VersionReader:
         offer = DeltaOffer.from_json(info, "the offer of a delta transport")
         if offer.encoding:
             compile_loops(offer.encoding, here.params)
-        store: Store = MemoryStore()
-        group = None if offer.group is None else VLLMCollectiveTransport.join(offer.group, here, within)
-        if group is None:
-            root = offer.root or ""
-            store = open_store(root)
+        store: Store
+        if offer.group is None:
+            root, broadcast = offer.root or "", None
+            chain = Chain(store := open_store(root))
             Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer).find(store, within)
-        copies, slices = lambda name: offer.needs_base or here.copies(name), here.slices
-        return DeltaReader(store, offer.base, group=group, copies=copies, slices=slices)
-
-
-def _kinds(delta: DeltaManifest) -> str:
-    """Return how the changes of a delta were coded."""
-    kinds, total = [codec["name"] for codec in delta.codecs], delta.blocks.size
-    if len(kinds) == 1:
-        return str(kinds[0])
-    counts = np.bincount(delta.blocks["codec"], minlength=len(kinds)).tolist()
-    return ", ".join(f"{count} of {total} blocks {kind}" for count, kind in zip(counts, kinds, strict=True))
+        else:
+            group = VLLMCollectiveTransport.join(offer.group, here, within)
+            chain = Chain(store := MemoryStore())
+            broadcast = Broadcast(group, store, chain)
+        copies = lambda name: offer.needs_base or here.copies(name)  # noqa: E731
+        return VersionReader(chain, offer.base, broadcast=broadcast, copies=copies, slices=here.slices)

@@ -10,27 +10,34 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
-from functools import partial
-from pathlib import Path
-from typing import ClassVar, final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar, TypeVar, final
 
 from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import IntegrityError, StaleBaseError, StoreError
+from torchrl_ext.base.errors import IntegrityError, StoreError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
+from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.follower import VISIBLE_S, Follower
+from torchrl_ext.data.stores.follower import VISIBLE_S, looks, newer, reach
 from torchrl_ext.data.stores.local import PROBE, LocalStore
 from torchrl_ext.data.stores.manifest import version_name
 from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.full import FullWriter, PublishedVersion
+from torchrl_ext.data.versions.open_route import OpenRoute
+from torchrl_ext.data.versions.reader import ChainReader
+from torchrl_ext.data.weights.blocks import Block
 
-__all__ = ["DiskTransport", "Invitation", "SharedRoot"]
+if TYPE_CHECKING:
+    from torchrl_ext.data.transports.broadcast import Broadcast
+
+_Taken = TypeVar("_Taken")
+
+__all__ = ["DiskTransport", "Invitation", "SharedRoot", "VersionReader"]
 
 _PROBE = re.compile(re.escape(PROBE) + "[0-9a-f]{32}")
 _NOT_SENT = "no weights were sent; this engine still serves its previous weights"
@@ -86,8 +93,7 @@ class Invitation(Wire, frozen=True, kw_only=True):
                 else f"{here} and {self.trainer} are different directories",
                 expected=f"the file {self.probe} in one directory that both ends see",
                 state=_NOT_SENT,
-                hint="choose a root on a filesystem that is mounted on both hosts, under the same path or the one that "
-                "seen_at= names",
+                hint="choose a root on a filesystem that is mounted on both hosts under the same path",
             )
 
 
@@ -102,31 +108,14 @@ class SharedRoot:
     def __init__(self, store: Store, token: str) -> None:
         self._store, self._token = store, token
         self._probe: str | None = None  # the key of the one that lies there
-        self._invited = False
 
     def invite(self) -> Info:
         """Write a probe, and return the fields of an `Invitation`."""
         self.clear()
         self._probe = f"{PROBE}{uuid.uuid4().hex}"
         self._store.put(self._probe, self._token.encode())
-        self._invited = True
         trainer = f"{self._store.url} on {socket.gethostname()}"
         return {"root": self._store.url, "probe": self._probe, "run_id": self._token, "trainer": trainer}
-
-    def moved(self) -> None:
-        """Refuse a version for workers that were invited into the directory that the root was before.
-
-        Raises:
-            StaleBaseError: there are such workers, who may still see that one; the sender has them join again.
-        """
-        if self._invited:
-            self._invited = False
-            raise StaleBaseError(
-                f"{self._store.url} is another directory now than the one that workers joined",
-                expected="a root that stays",
-                state="nothing was sent",
-                hint="send the weights again: workers then join what is there now",
-            )
 
     def clear(self) -> None:
         """Remove the probe, if there is one."""
@@ -134,6 +123,110 @@ class SharedRoot:
             with suppress(StoreError):
                 self._store.delete(self._probe)
             self._probe = None
+
+
+@final
+class VersionReader(StandaloneEnd):
+    """Follows versions; one that was staged, or that `next` returned, stays open, so that it can be read when pruned.
+
+    Args:
+        chain: the versions; in memory where a group brings them.
+        base: the checkpoint that the worker holds already.
+        full: every version is a full one, and is verified as it is staged, while the engine serves. As it lands it is
+            read again, by then from memory: to keep what was read first would take a copy of the model on every host.
+        broadcast: brings the versions.
+        copies: names the tensors of which whole copies are kept.
+        slices: the blocks that are read of changes, by name.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        base: str | None = None,
+        *,
+        full: bool = False,
+        broadcast: Broadcast | None = None,
+        copies: Callable[[str], bool] = lambda name: False,
+        slices: Mapping[str, tuple[Block, ...]] | None = None,
+    ) -> None:
+        self._chain, self._full, self._broadcast = chain, full, broadcast
+        open_full = None if broadcast is None else broadcast.kept.open
+        self._reader = ChainReader(chain, base, open_full, copies=copies, slices=slices or {})
+        self._opened: OpenRoute | None = None
+
+    def _looks(self, within: Deadline) -> Iterator[object]:
+        """Yield whenever there may be another version, or a broadcast brought one, until the deadline."""
+        if self._broadcast is None:
+            yield from looks(within)
+            return
+        more = True
+        while more:
+            yield within
+            more = self._broadcast.fetch(within)
+
+    def stage(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
+        def found(version: int) -> Changes | None:
+            changes = None
+            if held is not None and not self._full:
+                if self._reader.held is None:
+                    self._reader.adopt(version, held)
+                changes = self._reader.changes(version)
+            if changes is None:  # it has to be read in full
+                self._pin(route := self._reader.open(version))
+                if self._full and isinstance(route.published, PublishedVersion):
+                    route.published.verify()
+            return changes
+
+        return self._reach(version, found, within)
+
+    def _reach(self, version: int, take: Callable[[int], _Taken], within: Deadline) -> _Taken:
+        """Return what ``take`` finds: a filesystem may show a version late, and a broadcast takes a while."""
+        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
+        try:
+            return reach(self._chain, version, take, self._looks(within), within)
+        except StoreError as error:
+            if self._broadcast is None:
+                raise
+            what, hint = f"weights version {version} did not come", "check that the trainer runs, and send again"
+            raise within.error(f"{what} from the trainer", state="nothing was changed", hint=hint) from error
+
+    def landed(self, staged: Changes) -> None:
+        self._reader.advance(staged)
+        self._forget()
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        route, self._opened = self._opened, None
+        if route is None or route.reached[1] != arrival.version:
+            route = self._reach(arrival.version, self._reader.open, within)
+        try:
+            yield from self._reader.tensors(route, into)
+        except (FileNotFoundError, IntegrityError) as error:
+            if self._chain.latest() == arrival.version:
+                raise
+            raise FileNotFoundError(f"version {arrival.version} was removed while it was read") from error
+        self._forget()
+
+    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        def opened(version: int) -> Arrival:
+            self._pin(route := self._reader.open(version))
+            return Arrival(version=version, params=route.params)
+
+        run = "" if self._reader.held is None else self._reader.held[0]
+        return newer(self._chain, opened, self._looks(within), None if received is None else (run, received.version))
+
+    def _pin(self, route: OpenRoute | None) -> None:
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = route
+
+    def _forget(self) -> None:
+        if self._broadcast is not None:
+            self._broadcast.landed()
+
+    def close(self) -> None:
+        self._pin(None)
+        if self._broadcast is not None:
+            self._broadcast.close()
 
 
 class DiskTransport(StandaloneTransport):
@@ -144,12 +237,11 @@ class DiskTransport(StandaloneTransport):
     versions, the newest two stay. Numbers continue from an earlier trainer on the same root.
 
     Args:
-        root: directory that the trainer and every worker can access, under the same path unless ``seen_at`` is set.
+        root: directory that the trainer and every worker can access under the same path.
         keep_files: never remove old versions.
         shard_bytes: largest total size of the tensors in one file, in bytes; a larger tensor gets its own file.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They replace the source's files of the same names.
-        seen_at: path under which workers access ``root``, if it differs.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -172,7 +264,6 @@ class DiskTransport(StandaloneTransport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        seen_at: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -180,7 +271,6 @@ class DiskTransport(StandaloneTransport):
         self._run_id = uuid.uuid4().hex
         self._versions = Chain(self._store, self._run_id)
         self._keep_files = keep_files
-        self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._full = FullWriter(shard_bytes, files)
         self._shared = SharedRoot(self._store, self._run_id)
 
@@ -192,19 +282,18 @@ class DiskTransport(StandaloneTransport):
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._versions.own()
         self._connected = True
-        return Handoff(info={**self._shared.invite(), "root": str(self._seen_at)})
+        return Handoff(info=self._shared.invite())
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
-        if self._versions.own():
-            self._shared.moved()
+        self._versions.own()
         self._shared.clear()  # workers that joined have found the probe
-        with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
+        with self._store.draft(version_name(version)) as draft:
             self._full.write(draft, source, version, self._run_id)
         self._versions.advance(version)
         self._connected = True
         stats.spans.since("publish", began)
-        info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        info = {"path": f"{self.root}/{version_name(version)}"}
         return Handoff(info=info, served=self._prune, stats=stats)
 
     def latest_version(self) -> int:
@@ -228,62 +317,12 @@ class DiskTransport(StandaloneTransport):
 
     # worker end
 
-    def attend(self, within: Deadline) -> DiskReader:
-        return DiskReader(self._store)
+    def attend(self, within: Deadline) -> VersionReader:
+        return VersionReader(Chain(self._store), full=True)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> DiskReader:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> VersionReader:
         offer = Invitation.from_json(info, "the offer of a disk transport")
         store = LocalStore(offer.root)
         offer.find(store, within)
-        return DiskReader(store)
-
-
-@final
-class DiskReader(StandaloneEnd):
-    """Reads versions of a root; a version that was staged, or that `next` returned, stays open and readable.
-
-    Every byte is read twice: verified while the engine serves, and read again, by then from memory, as it lands in the
-    model. To keep what was read first would take a copy of the model on every worker's host.
-
-    Args:
-        store: the root.
-    """
-
-    def __init__(self, store: LocalStore) -> None:
-        self._follower = Follower(Chain(store))
-        self._open_version = partial(PublishedVersion, store)
-        self._opened: PublishedVersion | None = None
-
-    def stage(self, version: int, held: object, within: Deadline) -> None:
-        self._pinned(self._reach(version, within)).verify()
-
-    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        opened, self._opened = self._opened, None
-        if opened is None or opened.number != arrival.version:
-            opened = self._reach(arrival.version, within)
-        with closing(opened):
-            opened.check(arrival.params, arrival.info.get("run_id"))
-            yield from opened.pairs(into)
-
-    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        seen = None if received is None else (received.info["run_id"], received.version)
-        opened = self._follower.newer(self._open_version, within, seen)
-        if opened is None:
-            return None
-        self._pinned(opened)
-        return Arrival(version=opened.number, params=opened.params(), info={"run_id": opened.manifest.run_id})
-
-    def _reach(self, version: int, within: Deadline) -> PublishedVersion:
-        return self._follower.reach(version, self._open_version, within.within(VISIBLE_S))
-
-    def _pinned(self, opened: PublishedVersion) -> PublishedVersion:
-        """Keep a version open in the place of the one before."""
-        self.close()
-        self._opened = opened
-        return opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        return VersionReader(Chain(store), full=True)

@@ -42,7 +42,8 @@ def compile_loops(encoding: str, params: Iterable[ParamMeta]) -> None:
         with suppress(ConfigError):  # publishing names a dtype that cannot be coded
             widths.add(unit_of(dtype).width)
     for width in sorted(widths):
-        _compile(encoding, width)
+        for kind in ("ulp", "bitmap") if encoding == "auto" else (encoding,):
+            _compile(kind, width)
 
 
 @functools.cache
@@ -50,19 +51,13 @@ def compile_loops(encoding: str, params: Iterable[ParamMeta]) -> None:
 @torch.no_grad()
 def _compile(encoding: str, width: int) -> None:
     """Publish, read and land versions of small tensors, with elements of ``width`` bytes."""
-    if encoding == "auto":  # which may pick either
-        _compile("ulp", width)
-        encoding = "bitmap"
     sizes, bits = (_SMALL, _LARGE), BITS[width]
     tensors = {str(size): torch.arange(size).to(bits).view(_DTYPES[width]) for size in sizes}
     kept, codec, store = KeptTensors(), encodings.make(encoding), MemoryStore()
-    writer = ChainWriter(
-        store, Chain(store), "compiled", Owned(codec, kept), keyframe_every=0, base=None, keep_files=True
-    )
+    writer = ChainWriter(Chain(store), Owned(codec, kept), keyframe_every=0, base=None, keep_files=True)
     writer.publish(MappingSource(tensors), 1)
     kept.digests = {name: one.hex() for name, one in digests_of(tensors).items()}
-    reader = ChainReader(Chain(store), open_full=kept.open)
-    reader.retain(lambda name: codec.whole_base)
+    reader = ChainReader(Chain(store), open_full=kept.open, copies=lambda name: codec.whole_base)
     loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
     loader.digests()
     for version, apart in enumerate(_APART, 2):

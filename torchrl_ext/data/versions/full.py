@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice, zip_longest
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.base.errors import ConfigError, IntegrityError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.stores.chain import Chain
+from torchrl_ext.data.deltas.streams import in_threads
 from torchrl_ext.data.stores.manifest import MANIFEST, FilePlace, Manifest, version_name
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.stores.tensorfile import CHUNK_BYTES, Layout, TensorFile, plan_shards
@@ -30,22 +31,17 @@ from torchrl_ext.data.weights.source import WeightSource, checked
 
 __all__ = ["FullWriter", "PublishedVersion", "write_shards"]
 
-_BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
-_SYNCED = 8  # batches that are handed to the device at once
 _BUFFER_BYTES = 128 << 10  # of a file
-_SMALL_BYTES = 16 << 10  # of a tensor: smaller ones are copied together, as a view of each would cost more
 _INDEX = "model.safetensors.index.json"
 
-_Item = TypeVar("_Item")
 _Pairs = Iterator[tuple[ParamMeta, Tensor]]
-_Placed = tuple[ParamMeta, str, str]  # with its file, and its checksum
 
 
 def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[str, str]:
     """Write ``pairs`` into ``shards`` under ``folder``, durably.
 
     Tensors on the CPU are written from their own memory, where `safetensors.torch.save_file` copies them first. What a
-    source gathers or copies is freed as soon as it is written: two batches of `_BATCH_BYTES`, or two tensors, are held.
+    source gathers or copies is freed as soon as it is written: a few tensors are held.
 
     Args:
         folder: where the files go.
@@ -59,85 +55,36 @@ def write_shards(folder: Path, shards: Sequence[Layout], pairs: _Pairs) -> dict[
         OSError: a write failed; the files are incomplete.
     """
     checksums, synced = dict[str, str](), list[Future[None]]()
-    with (
-        ExitStack() as files,
-        ThreadPoolExecutor(1, "torchrl-ext-write") as writer,  # two would wait for one inode's lock
-        ThreadPoolExecutor(1, "torchrl-ext-fsync") as syncer,  # while the next shard is written
-    ):
-        for shard in shards:
-            file = files.enter_context(open(folder / shard.name, "xb", buffering=_BUFFER_BYTES))
-            file.write(shard.header)
-            written = writer.submit(file.flush)
-            coming = ((meta, tensor.cpu()) for meta, tensor in islice(pairs, len(shard.params)))
-            for number, batch in enumerate(_batches(coming, lambda pair: pair[1].nbytes), 1):
-                written.result()
-                if number % _SYNCED == 0:  # the device begins while later tensors are still copied
-                    synced.append(syncer.submit(os.fsync, file.fileno()))
-                written = writer.submit(_write_batch, file, shard.offsets, batch, checksums)
-                del batch  # the writer alone holds on to it
-            written.result()
+    with ExitStack() as files, ThreadPoolExecutor(1, "torchrl-ext-fsync") as syncer:
+
+        def writes() -> Iterator[tuple[int, Callable[[], None]]]:
+            for shard in shards:
+                file = files.enter_context(open(folder / shard.name, "xb", buffering=_BUFFER_BYTES))
+                file.write(shard.header)
+                for meta, tensor in islice(pairs, len(shard.params)):
+                    at = shard.offsets[meta.name]
+                    yield tensor.nbytes, partial(_write, file, at, meta.name, tensor.cpu(), checksums)
+                yield 0, partial(end, file)
+            next(pairs, None)  # lets the source say that it has more than it declared
+
+        def end(file: BinaryIO) -> None:  # while the next shard is written
             synced.append(syncer.submit(_sync, file))
-        next(pairs, None)  # lets the source say that it has more than it declared
+
+        deque(in_threads(writes(), threads=1), maxlen=0)  # two would wait for one inode's lock
         for future in synced:
             future.result()
     return checksums
 
 
-def _batches(items: Iterable[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Yield items in order, as many together as are handed from one thread to another."""
-    batch, size = list[_Item](), 0
-    for item in items:
-        batch.append(item)
-        size += nbytes(item)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _write_batch(
-    file: BinaryIO, offsets: Mapping[str, int], batch: list[tuple[ParamMeta, Tensor]], checksums: dict[str, str]
-) -> None:
-    """Write tensors, and take their checksums while they are in the core's cache.
-
-    Args:
-        file: where to.
-        offsets: where each tensor goes.
-        batch: the tensors; emptied on the way, so that what is written is freed.
-        checksums: takes the xxh3-128 of each.
-    """
-    at = file.tell()
-    while batch:
-        run = [batch.pop(0)]
-        begin = offsets[run[0][0].name]
-        if at != begin:
-            file.seek(begin)
-        at = begin + run[0][1].nbytes
-        while batch and max(run[-1][1].nbytes, batch[0][1].nbytes) < _SMALL_BYTES:
-            meta, tensor = batch[0]
-            if offsets[meta.name] != at or tensor.dtype != run[0][1].dtype:
-                break
-            run.append(batch.pop(0))
-            at += tensor.nbytes
-        flat = run[0][1] if len(run) == 1 else torch._utils._flatten_dense_tensors([tensor for _, tensor in run])
-        view = byte_view(flat).numpy().data
-        if len(run) == 1:
-            checksums[run[0][0].name] = _put(file, view)
-            continue
-        file.write(view)
-        for meta, tensor in run:
-            first = offsets[meta.name] - begin
-            checksums[meta.name] = xxhash.xxh3_128_hexdigest(view[first : first + tensor.nbytes])
-
-
-def _put(file: BinaryIO, view: memoryview) -> str:
-    """Write a tensor, chunk by chunk, and return its checksum."""
-    hasher = xxhash.xxh3_128()
+def _write(file: BinaryIO, at: int, name: str, tensor: Tensor, checksums: dict[str, str]) -> None:
+    """Write a tensor, and take its checksum while it is in the core's cache."""
+    if file.tell() != at:
+        file.seek(at)
+    hasher, view = xxhash.xxh3_128(), byte_view(tensor).numpy().data
     for begin in range(0, len(view), CHUNK_BYTES):
         hasher.update(chunk := view[begin : begin + CHUNK_BYTES])
         file.write(chunk)
-    return hasher.hexdigest()
+    checksums[name] = hasher.hexdigest()
 
 
 def _sync(file: BinaryIO) -> None:
@@ -163,11 +110,6 @@ class FullWriter:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
         self._shard_bytes = shard_bytes
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
-
-    def needed_bytes(self, source: WeightSource) -> int:
-        """Return about how many bytes a version takes: its tensors, and a little for the small files."""
-        params = source.params()
-        return sum(map(attrgetter("nbytes"), params)) + 256 * len(params) + sum(map(len, self._files.values()))
 
     def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
         """Write every file of a full version into ``draft``, the manifest last.
@@ -258,40 +200,28 @@ class PublishedVersion:
 
     Args:
         store: where the version is.
-        number: the version.
-        manifest: of the version, where it was read.
+        manifest: of the version.
 
     Raises:
         FileNotFoundError: the version is not there (any more).
         IntegrityError: its files are not what its manifest says.
-
-    Attributes:
-        number, manifest: as given, or read.
-        path: where its files are: a directory, or a URL.
     """
 
-    def __init__(self, store: Store, number: int, manifest: Manifest | None = None) -> None:
-        manifest = Chain(store).version(number) if manifest is None else manifest
-        folder = version_name(number)
-        self.number, self.manifest, self.path = number, manifest, f"{store.url}/{folder}"
-        if manifest.full is None:
-            raise IntegrityError(
-                f"{self.path} is a delta",
-                expected="a full version",
-                hint="follow this root with the delta transport",
-            )
-        self._placed = [(meta, *place) for meta, place in zip(manifest.params, manifest.full, strict=True)]
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        folder, places = version_name(manifest.version), manifest.full or ()
+        self._manifest, self._path = manifest, f"{store.url}/{folder}"
+        self._placed = [(meta, *place) for meta, place in zip(manifest.params, places, strict=True)]
         self._files: dict[str, TensorFile] = {}
         self._verified = False
         try:
-            for name in sorted({file for file, _ in manifest.full}):
+            for name in sorted({file for file, _ in places}):
                 try:
                     found_at = store.open(f"{folder}/{name}")
                 except FileNotFoundError as error:
                     if MANIFEST not in store.list(folder):  # pruned in between
                         raise
                     raise IntegrityError(
-                        f"{self.path}/{name} is missing",
+                        f"{self._path}/{name} is missing",
                         expected="every file that the manifest names",
                         hint="send again",
                     ) from error
@@ -304,39 +234,14 @@ class PublishedVersion:
             for meta, name, _ in self._placed:
                 entry = self._files[name].entries.get(meta.name)
                 if entry is None or entry[0] != meta:
-                    raise IntegrityError(f"{self.path}/{name} does not hold {meta}, as the manifest says")
+                    raise IntegrityError(f"{self._path}/{name} does not hold {meta}, as the manifest says")
         except BaseException:
             self.close()
             raise
 
     def params(self) -> tuple[ParamMeta, ...]:
         """Return the parameters of the version, in order."""
-        return self.manifest.params
-
-    def check(self, params: tuple[ParamMeta, ...], run_id: str | None) -> None:
-        """Compare the manifest with what the trainer says that it published.
-
-        Args:
-            params: of the version.
-            run_id: of the trainer, where it said so.
-
-        Raises:
-            ManifestError: names the first parameter that differs.
-            IntegrityError: another trainer's run published it.
-        """
-        if run_id is not None and run_id != self.manifest.run_id:
-            raise IntegrityError(
-                f"{self.path} was published by run {self.manifest.run_id}",
-                expected=f"run {run_id}, the trainer that announced it",
-                hint="give each trainer its own root",
-            )
-        for meta, wanted in zip_longest(self.params(), params):
-            if meta != wanted:
-                raise ManifestError(
-                    f"{self.path} holds {meta or f'{len(self.params())} parameters'}",
-                    expected=str(wanted or len(params)),
-                    state="nothing was read",
-                )
+        return self._manifest.params
 
     def verify(self) -> None:
         """Verify the checksum of every tensor, unless an earlier call did.
@@ -361,40 +266,31 @@ class PublishedVersion:
         """
         if into:
             self.verify()
-        batches = _batches(self._placed, lambda placed: placed[0].nbytes)
-        with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
-            pending = ahead.submit(self._read, next(batches, []), into)
-            for following in (*batches, []):
-                read = pending.result()
-                pending = ahead.submit(self._read, following, into)
-                while read:  # the consumer alone holds on to what it was given
-                    yield read.popleft()
+        reads = ((0, partial(self._read, *placed, into)) for placed in self._placed)
+        yield from in_threads(reads, threads=1)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
         for file in self._files.values():
             file.close()
 
-    def _read(self, batch: list[_Placed], into: Mapping[str, Tensor]) -> deque[tuple[str, Tensor]]:
-        read = deque[tuple[str, Tensor]]()
-        for meta, file, checksum in batch:
-            target = into.get(meta.name)
-            direct = (
-                target is not None
-                and target.device.type == "cpu"
-                and target.is_contiguous()
-                and ParamMeta.of(meta.name, target) == meta
-            )
-            tensor, found = self._files[file].read(meta.name, target if direct else None)
-            self._compare(meta, file, checksum, found)
-            read.append((meta.name, tensor))
-        return read
+    def _read(self, meta: ParamMeta, file: str, checksum: str, into: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+        target = into.get(meta.name)
+        direct = (
+            target is not None
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+            and ParamMeta.of(meta.name, target) == meta
+        )
+        tensor, found = self._files[file].read(meta.name, target if direct else None)
+        self._compare(meta, file, checksum, found)
+        return meta.name, tensor
 
     def _compare(self, meta: ParamMeta, file: str, checksum: str, found: str) -> None:
         if found != checksum:
             raise IntegrityError(
-                f"tensor {meta.name!r} in {self.path}/{file} is damaged",
+                f"tensor {meta.name!r} in {self._path}/{file} is damaged",
                 expected=f"xxh3-128 {checksum}, found {found}",
-                state=f"nothing of version {self.number} was used beyond the tensors before it",
+                state=f"nothing of version {self._manifest.version} was used beyond the tensors before it",
                 hint="send the weights again, and check the disk",
             )

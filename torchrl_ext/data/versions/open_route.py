@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.base.registry import encodings
-from torchrl_ext.base.types import ParamMeta
+from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.data.deltas.blocks import KINDS, decode_block
 from torchrl_ext.data.deltas.streams import StreamPatch, fold, in_threads, worker_threads
 from torchrl_ext.data.deltas.table import ParamTable, units
 from torchrl_ext.data.stores.chain import Chain, Route
-from torchrl_ext.data.stores.manifest import BLOCKS, MANIFEST, DeltaManifest, Manifest, RunVersion
-from torchrl_ext.data.versions.payloads import FileEncoding, Payloads, incomplete
+from torchrl_ext.data.stores.manifest import DeltaManifest, Manifest, RunVersion
+from torchrl_ext.data.versions.full import PublishedVersion
+from torchrl_ext.data.versions.kept import KeptTensors
+from torchrl_ext.data.versions.payloads import read_blocks
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.data.weights.source import WeightSource
 
-__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "Wanted", "needs_old", "same_base"]
+__all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "Wanted", "needs_old"]
 
 
-class FullVersion(Protocol):
-    """A keyframe, open for reading."""
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        """Return the parameters that it holds, in order."""
-
-    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor in order, each verified first, and read into that of ``into`` where it fits."""
-
-    def close(self) -> None:
-        """Release its files or its memory. May be called twice."""
-
-
-OpenFull = Callable[[int, Manifest], FullVersion]
+FullVersion = PublishedVersion | KeptTensors
+"""A keyframe, open for reading."""
+OpenFull = Callable[[Manifest], FullVersion]
 OpenBase = Callable[[], WeightSource]
 Wanted = Callable[[str], Sequence[Block] | None]
 """Says which blocks of a parameter are wanted; None where all of it is."""
@@ -51,7 +40,7 @@ Wanted = Callable[[str], Sequence[Block] | None]
 
 def needs_old(manifest: DeltaManifest) -> bool:
     """Return whether something in a delta is decoded with the old units of its range."""
-    return any(codec["name"] == "context" for codec in manifest.codecs)
+    return "context" in manifest.codecs
 
 
 class _Range(NamedTuple):
@@ -69,12 +58,12 @@ class _Delta:
     Attributes:
         where: its folder, for messages.
         manifest: of the delta.
-        changes: decodes the change of each range; takes the old units of it, where they are known.
+        blocks: the kind of each range's block, and a call that returns its bytes.
     """
 
     where: str
     manifest: DeltaManifest
-    changes: Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]
+    blocks: Mapping[_Range, tuple[str, Callable[[], memoryview]]]
 
 
 class OpenRoute:
@@ -119,19 +108,29 @@ class OpenRoute:
         self.reached, self.params = (end.run_id, target), end.params
         self.base = base() if base is not None and route.start is not None and self.held is None else None
         self.keyframe = route.keyframe
-        self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
+        self.published = None if route.keyframe is None else open_full(route.keyframe)
         self.deltas: list[_Delta] = []
-        payloads, self.read_bytes = Payloads(chain.store), 0
         try:
-            for folder, manifest in route.deltas:
-                if manifest.container == BLOCKS:
-                    changes = _in_blocks(payloads, folder, manifest, wanted if self.held is not None else None)
-                else:
-                    changes = self._in_files(chain, folder, manifest)
-                self.deltas.append(_Delta(where=f"{chain.store.url}/{folder}", manifest=manifest, changes=changes))
-            payloads.read()
-            self.read_bytes += payloads.nbytes
-            self._ranges = sorted({within for delta in self.deltas for within in delta.changes})
+            wanted = wanted if self.held is not None else None
+            chosen = [
+                [number for number in range(manifest.blocks.size) if _is_wanted(manifest, number, wanted)]
+                for _, manifest in route.deltas
+            ]
+            rows = [manifest.blocks[numbers] for (_, manifest), numbers in zip(route.deltas, chosen, strict=True)]
+            self.read_bytes = sum(int(own["nbytes"].sum()) for own in rows)
+            for (folder, manifest), numbers in zip(route.deltas, chosen, strict=True):
+                where, kinds = f"{chain.store.url}/{folder}", manifest.codecs
+                if not {*kinds} <= {*KINDS}:
+                    raise ManifestError(
+                        f"{where} has blocks of the kinds {', '.join(map(repr, kinds))}",
+                        expected=f"some of {', '.join(KINDS)}",
+                    )
+                read, blocks = read_blocks(chain.store, folder, manifest, numbers, self.read_bytes), {}
+                for number, payload in read.items():
+                    row = manifest.blocks[number]
+                    blocks[_Range(*(int(row[name]) for name in _Range._fields))] = kinds[row["codec"]], payload
+                self.deltas.append(_Delta(where=where, manifest=manifest, blocks=blocks))
+            self._ranges = sorted({within for delta in self.deltas for within in delta.blocks})
             self._by_stream: dict[int, list[_Range]] = {}
             for within in self._ranges:
                 self._by_stream.setdefault(within.stream, []).append(within)
@@ -142,43 +141,6 @@ class OpenRoute:
         self._table = self.deltas[0].manifest.table if self.deltas else ParamTable.of(())
         self._needs_old = any(needs_old(delta.manifest) for delta in self.deltas)
         self.digests = self.deltas[-1].manifest.hex_digests if self.deltas else {}
-
-    def _in_files(
-        self, chain: Chain, folder: str, manifest: DeltaManifest
-    ) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
-        """Return what changes, of a delta in files of whole parameters, which are read at once.
-
-        Raises:
-            FileNotFoundError: it was collected.
-            IntegrityError, ManifestError: as `torchrl_ext.data.versions.payloads.FileEncoding.read`.
-        """
-        where, files, placed = f"{chain.store.url}/{folder}", dict[str, memoryview](), manifest.placed.items()
-        try:
-            (name,) = (codec["name"] for codec in manifest.codecs)
-            encoding = encodings.make(name)
-        except (ValueError, ConfigError) as error:
-            raise ManifestError(
-                f"{where} has an unknown encoding: {error}", expected=f"one that lays out {manifest.container!r}"
-            ) from error
-        if not isinstance(encoding, FileEncoding) or encoding.container != manifest.container:
-            raise ManifestError(
-                f"{where} is coded as {name!r}, and laid out as {manifest.container!r}",
-                expected=f"an encoding of that layout, or {BLOCKS!r}",
-            )
-        for file, size in manifest.files.items():
-            try:
-                data = chain.store.get(f"{folder}/{file}")
-            except FileNotFoundError:
-                if MANIFEST not in chain.store.list(folder):  # collected in between
-                    raise
-                data = None
-            if data is None or len(data) != size:
-                lost = next((tensor for tensor, one in placed if one == file), None)
-                raise incomplete(where, file, manifest, None if data is None else len(data), lost)
-            files[file] = memoryview(data)
-            self.read_bytes += size
-        patches = encoding.read(manifest, files, where)
-        return {_Range(one.stream, one.start, one.size): partial(_as_read, one) for one in patches}
 
     def _check_layout(self) -> None:
         """Check that changes of all deltas can be folded range by range.
@@ -214,7 +176,14 @@ class OpenRoute:
             own, first = {meta.name for meta in self.params}, self.deltas[0]
             for name, tensor in self.base:
                 if name in own:
-                    same_base({name: position_digest(tensor).hex()}, first.manifest, first.where)
+                    known, found = first.manifest.hex_base_digests.get(name), position_digest(tensor).hex()
+                    if found != known:
+                        raise IntegrityError(
+                            f"tensor {name!r} of the base checkpoint is not the one on which {first.where} was taken",
+                            expected=f"digest {known}, found {found}",
+                            state="nothing was changed",
+                            hint="start from the checkpoint that the trainer names as base=",
+                        )
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
@@ -250,10 +219,11 @@ class OpenRoute:
         """
         patches, old = list[StreamPatch](), self._units(within, copies) if self._needs_old else None
         for delta in self.deltas:
-            if within not in delta.changes:
+            if within not in delta.blocks:
                 continue
+            kind, payload = delta.blocks[within]
             try:
-                patches.append(delta.changes[within](old))
+                patches.append(decode_block(kind, payload(), delta.manifest.table, *within, old))
             except IntegrityError as error:
                 name = self._table.at(within.stream, within.start).name
                 raise IntegrityError(
@@ -289,13 +259,18 @@ class OpenRoute:
     def at_end(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are where the route ends, from those where it starts, which may be changed in place.
 
-        Where an encoding needs the old units of a block, its tensors wait until all of them have come.
+        Where an encoding needs old units, all have to come first: whoever reads such a route keeps copies of them.
         """
         ranges = {meta.name: self._ranges_of(meta.name) for meta in self.params}
         contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
-        here = dict[str, Tensor]()
-        complete = _complete(contiguous, ranges, here) if self._needs_old else contiguous
-        return self._applied(complete, ranges, lambda within: self._folded(within, here))
+        here = dict(contiguous) if self._needs_old else dict[str, Tensor]()
+
+        def complete() -> Iterator[tuple[str, Tensor]]:
+            for name in [*here]:
+                yield name, here[name]
+                del here[name]
+
+        return self._applied(complete() if self._needs_old else contiguous, ranges, lambda one: self._folded(one, here))
 
     def _applied(
         self,
@@ -358,37 +333,6 @@ class OpenRoute:
             self.published.close()
 
 
-def _in_blocks(
-    payloads: Payloads, folder: str, manifest: DeltaManifest, wanted: Wanted | None
-) -> Mapping[_Range, Callable[[np.ndarray | None], StreamPatch]]:
-    """Return what changes, of a delta in blocks, which are read as far as they are wanted."""
-    kinds = [codec["name"] for codec in manifest.codecs]
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ManifestError(f"a delta has blocks of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
-    numbers = [number for number in range(manifest.blocks.size) if _is_wanted(manifest, number, wanted)]
-    changes = {}
-    for number, payload in payloads.add(folder, manifest, numbers).items():
-        block = manifest.blocks[number]
-        within = _Range(*(int(block[name]) for name in _Range._fields))
-        changes[within] = partial(_of_block, kinds[block["codec"]], payload, manifest, within)
-    return changes
-
-
-def _of_block(
-    kind: str,
-    payload: Callable[[], memoryview],
-    manifest: DeltaManifest,
-    within: _Range,
-    old: np.ndarray | None,
-) -> StreamPatch:
-    return decode_block(kind, payload(), manifest.table, *within, old)
-
-
-def _as_read(change: StreamPatch, old: np.ndarray | None) -> StreamPatch:
-    return change
-
-
 def _is_wanted(manifest: DeltaManifest, number: int, wanted: Wanted | None) -> bool:
     if wanted is None:
         return True
@@ -410,40 +354,3 @@ def _span(block: Block, shape: Sequence[int]) -> tuple[int, int]:
     for first, stop, size in zip(*block, shape, strict=True):
         low, last = low * size + first, last * size + stop - 1
     return low, last + 1
-
-
-def _complete(
-    pairs: Iterable[tuple[str, Tensor]], ranges: Mapping[str, Sequence[_Range]], here: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor when all tensors of its ranges have come; it is in ``here`` until the next one is asked."""
-    missing, waiting = Counter(within for own in ranges.values() for within in own), deque[str]()
-    for name, tensor in pairs:
-        here[name] = tensor
-        waiting.append(name)
-        missing.subtract(ranges[name])
-        while waiting and not any(missing[within] for within in ranges[waiting[0]]):
-            yield waiting[0], here[waiting[0]]
-            del here[waiting.popleft()]
-    yield from here.items()  # of a block whose other tensors never came, which the caller will miss
-
-
-def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:
-    """Compare what a worker holds with the base of the first delta.
-
-    Args:
-        digests: digests of what it holds, by name; of some of its tensors.
-        delta: the first delta, which names those of its base.
-        where: its folder, for messages.
-
-    Raises:
-        IntegrityError: it holds something else; names the first tensor.
-    """
-    known = delta.hex_base_digests
-    for name, found in digests.items():
-        if found != known.get(name):
-            raise IntegrityError(
-                f"tensor {name!r} of the base checkpoint is not the one on which {where} was taken",
-                expected=f"digest {known.get(name)}, found {found}",
-                state="nothing was changed",
-                hint="start from the checkpoint that the trainer names as base=",
-            )

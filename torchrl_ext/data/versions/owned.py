@@ -22,31 +22,17 @@ from torchrl_ext.data.deltas.table import ParamTable
 from torchrl_ext.data.stores.manifest import DIGEST, FilePlace
 from torchrl_ext.data.stores.store import Draft, Store
 from torchrl_ext.data.versions.full import FullWriter
-from torchrl_ext.data.versions.payloads import DeltaFiles, FileEncoding
+from torchrl_ext.data.versions.kept import KeptTensors
+from torchrl_ext.data.versions.payloads import DeltaFiles
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest
 from torchrl_ext.data.weights.gather import Gather, Holding
 from torchrl_ext.data.weights.source import WeightSource, checked
 
-__all__ = ["FlatCopies", "Order", "Owned", "Written", "steps"]
+__all__ = ["FlatCopies", "Owned", "Written", "steps"]
 
 _TOGETHER = 64 << 20  # bytes that come from an accelerator at once
-
-
-class Order(Wire, frozen=True, kw_only=True):
-    """What every rank writes of a version.
-
-    Attributes:
-        place: of the draft (`torchrl_ext.data.stores.store.Draft.place`).
-        version: its number.
-        base: the version on which it is a delta; None for a full version alone.
-        keyframe: the version is a full one, also.
-    """
-
-    place: str
-    version: Count
-    base: Count | None
-    keyframe: bool
+_KEPT = "tensors"  # stands where a manifest names a file
 
 
 class Written(Wire, frozen=True, kw_only=True):
@@ -58,7 +44,6 @@ class Written(Wire, frozen=True, kw_only=True):
         blocks: of dtype `BLOCK`, with numbers of these kinds and files.
         changed: uint64, shape (parameters,): units that changed.
         digests: uint64, shape (parameters, 2): of the parameters that the rank owns; 0 elsewhere.
-        placed: the file in which another container than blocks holds what changed, by parameter.
         tensors, sizes: of the full version (`FullWriter.write_tensors`).
     """
 
@@ -67,7 +52,6 @@ class Written(Wire, frozen=True, kw_only=True):
     blocks: bytes = b""
     changed: bytes = b""
     digests: bytes
-    placed: dict[str, str] = msgspec.field(default_factory=dict)
     tensors: dict[str, FilePlace] = msgspec.field(default_factory=dict)
     sizes: dict[str, Count] = msgspec.field(default_factory=dict)
 
@@ -129,7 +113,7 @@ class Owned:
 
     Args:
         codec: the encoding of deltas.
-        full: writes full versions.
+        full: writes full versions, or keeps their tensors.
 
     Attributes:
         codec, full: as given.
@@ -137,7 +121,7 @@ class Owned:
         digests: uint64, shape (parameters, 2): of those that this rank owns; 0 elsewhere.
     """
 
-    def __init__(self, codec: FileEncoding | BlockEncoding, full: FullWriter) -> None:
+    def __init__(self, codec: BlockEncoding, full: FullWriter | KeptTensors) -> None:
         self.codec, self.full = codec, full
         self.table = ParamTable.of(())
         self.digests = np.zeros((0, 2), DIGEST)
@@ -218,40 +202,39 @@ class Owned:
             pass
         return Written(digests=self.digests.tobytes())
 
-    def write(self, source: WeightSource, order: Order, draft: Draft) -> Written:
+    def write(self, source: WeightSource, draft: Draft | None, *, delta: bool, keyframe: bool) -> Written:
         """Gather, compare, code and write what this rank owns; the copies become what ``source`` has now.
 
         Where a part of the source alone may have changed (`WeightSource.part`), nothing else is looked at.
 
         Args:
             source: what is sent, at which `look` looked.
-            order: the version.
-            draft: of it.
+            draft: of the version; None for a rank that owns nothing, in a store that takes files of one process.
+            delta: it has a delta on the version before.
+            keyframe: it is a full one.
 
         Raises:
-            ConfigError: this rank has no copies to compare with.
             ManifestError: the source does not yield what it declares, on this rank.
             TransportError: another rank is gone.
         """
         params, part = self.table.params, source.part
 
         def wanted(param: int) -> bool:
-            return order.base is None or part is None or params[param].name in part.names
+            return not delta or part is None or params[param].name in part.names
 
         if self._rank >= self._owners:
             for _ in self._tensors(source, wanted):
                 pass
             return Written(changed=np.zeros(len(params), DIGEST).tobytes(), digests=self.digests.tobytes())
-        if order.base is None:
+        assert draft is not None
+        if not delta:
             with closing(self._tensors(source)) as tensors:
                 placed, sizes = self._keyframe(draft, self._copied(tensors))
             return Written(digests=self.digests.tobytes(), tensors=placed, sizes=sizes)
 
         with closing(self._tensors(source, wanted)) as tensors:
-            if self._copies is None and self._own:
-                raise ConfigError("this rank has no copies of what it owns", hint="send a full version")
-            written = self._delta(tensors, order, draft)
-        if order.keyframe:
+            written = self._delta(tensors, draft)
+        if keyframe:
             copies = {} if self._copies is None else self._copies.by_name()
             placed, sizes = self._keyframe(draft, ((params[one], copies[params[one].name]) for one in self._own))
             written = msgspec.structs.replace(written, tensors=placed, sizes=sizes)
@@ -272,20 +255,25 @@ class Owned:
     def _keyframe(
         self, draft: Draft, pairs: Iterator[tuple[ParamMeta, Tensor]]
     ) -> tuple[dict[str, FilePlace], dict[str, int]]:
-        owned = [[self.table.params[one] for one in self._of(rank)] for rank in range(self._owners)]
-        placed, sizes = self.full.write_tensors(draft, owned, self._rank, pairs)
+        if isinstance(self.full, KeptTensors):
+            self.full.tensors = {meta.name: tensor for meta, tensor in pairs}
+            nbytes = sum(tensor.nbytes for tensor in self.full.tensors.values())
+            placed, sizes = dict.fromkeys(self.full.tensors, (_KEPT, "")), {_KEPT: nbytes}
+        else:
+            owned = [[self.table.params[one] for one in self._of(rank)] for rank in range(self._owners)]
+            placed, sizes = self.full.write_tensors(draft, owned, self._rank, pairs)
         number = self.table.number
         digests = {name: PositionDigest(*self.digests[number[name]].tolist()) for name in placed}
         return {name: (file, checksum or digests[name].hex()) for name, (file, checksum) in placed.items()}, sizes
 
-    def _delta(self, tensors: Iterable[tuple[int, Tensor]], order: Order, draft: Draft) -> Written:
+    def _delta(self, tensors: Iterable[tuple[int, Tensor]], draft: Draft) -> Written:
         """Find, code and write what changed; the copies follow."""
         streams, segments = self.table.place
         olds = [] if self._copies is None else self._copies.bits
         placed = ((streams[param], segments[param], tensor) for param, tensor in tensors)
         made = DeltaFiles(self.table, self.codec, self._rank, self._owners)
         with closing(find(self.table, olds, placed, made.code, threads=_threads(), follow=True)) as blocks:
-            for name, data in made.files(order.version, blocks):
+            for name, data in made.files(blocks):
                 draft.write(name, data)
         self.digests = self.digests + made.words
         return Written(
@@ -294,7 +282,6 @@ class Owned:
             blocks=made.rows.tobytes(),
             changed=made.changed.tobytes(),
             digests=self.digests.tobytes(),
-            placed=made.placed,
         )
 
     def _copied(self, tensors: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[ParamMeta, Tensor]]:
@@ -347,9 +334,9 @@ def steps(
         timeout_s: of each wait for another rank.
     """
 
-    def write(info: Info) -> Info:
-        order = Order.from_json(info, "what trainer rank 0 orders")
-        return own.write(source, order, store.join(order.place)).to_json()
+    def write(order: Info) -> Info:
+        draft = store.join(order["place"]) if order["place"] else None
+        return own.write(source, draft, delta=order["delta"], keyframe=order["keyframe"]).to_json()
 
     return {
         "look": lambda order: {"same": own.look(source)},

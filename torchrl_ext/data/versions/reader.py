@@ -6,19 +6,19 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import units
 from torchrl_ext.data.landing.patcher import Changes
 from torchrl_ext.data.stores.chain import Chain
-from torchrl_ext.data.stores.manifest import DeltaManifest, RunVersion, version_name
+from torchrl_ext.data.stores.manifest import RunVersion
 from torchrl_ext.data.versions.full import PublishedVersion
-from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, Wanted, same_base
+from torchrl_ext.data.versions.open_route import OpenBase, OpenFull, OpenRoute, Wanted
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 
@@ -36,93 +36,56 @@ class ChainReader:
         chain: the versions.
         base: checkpoint directory that is version 0, if there is one.
         open_full: opens a full version for reading; by default from its files in the store.
+        copies: says of which tensors the worker needs host copies, by name.
+        slices: the blocks of changed tensors that are read, by name; names that are left out are read whole.
 
     Attributes:
         held: what this worker holds; None before the first version, or where that is not known.
-        mirror: host copies of tensors that the worker needs whole (see `retain`), at version ``held``. They follow what
-            landed when the next version is looked for, so that nobody waits for them in a pause.
+        mirror: host copies, at version ``held``. They follow what landed when the next version is looked for, so that
+            nobody waits for them in a pause.
         read_bytes: bytes of deltas that were read for the last route; keyframes do not count.
     """
 
-    def __init__(self, chain: Chain, base: str | None = None, open_full: OpenFull | None = None) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        base: str | None = None,
+        open_full: OpenFull | None = None,
+        *,
+        copies: Callable[[str], bool] = lambda name: False,
+        slices: Mapping[str, tuple[Block, ...]] = MappingProxyType({}),
+    ) -> None:
         self.chain, self._open_full = chain, open_full or partial(PublishedVersion, chain.store)
         self._base: OpenBase | None = None if base is None else partial(CheckpointSource, base)
+        self._retained, self._slices = copies, slices
         self.held: RunVersion | None = None
         self.mirror: dict[str, Tensor] = {}
         self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
-        self._retained: Callable[[str], bool] = lambda name: False
-        self._slices: Mapping[str, tuple[Block, ...]] = {}
         self.read_bytes = 0
 
-    def want(self, slices: Mapping[str, tuple[Block, ...]]) -> None:
-        """Read no more of changes than what meets these blocks, by name; names that are left out are read whole."""
-        self._slices = slices
-
-    def retain(self, which: Callable[[str], bool]) -> None:
-        """Keep host copies of the tensors for whose names ``which`` returns True, from the next full version on."""
-        self._retained = which
-        self.mirror, self.held, self._landed = {}, None, None
-
     def adopt(self, target: int, digests: Callable[[], Mapping[str, str]]) -> None:
-        """Find out which version of the chain the worker holds: one whose digests are all those of ``digests``.
+        """Find out whether the worker holds the base, if deltas lead from that to a version.
 
         Args:
-            target: the version that it is to get to.
-            digests: recomputes the digests of what it holds.
+            target: the version.
+            digests: recomputes the digests of what the worker holds.
 
         Raises:
-            IntegrityError: only the base would do, and the worker holds something else; names the tensor.
+            FileNotFoundError, IntegrityError: as `Chain.route`.
         """
-        deltas = list(self._back(target))
-        if not deltas:
+        route = None if self._base is None else self.chain.route(target, based=True)
+        if route is None or route.start is None:
             return
-        where, origin = deltas[-1]
-        based = self._base is not None and origin.base_version == 0
-        params = self.chain.version(target).params
+        params, known = self.chain.version(target).params, route.deltas[0][1].hex_base_digests
         mirrored = {meta.name for meta in params if self._retained(meta.name)}
-        if mirrored and not based:
-            return  # there are no copies to begin with
-        try:
+        with suppress(ConfigError):  # the model cannot be read back
             own = digests()
-        except ConfigError:  # the model cannot be read back
-            return
-        unread = {meta.name for meta in params} - own.keys()
-        if not own or not unread <= mirrored:
-            return
-
-        known = list[tuple[RunVersion, Callable[[], Mapping[str, str]]]]()  # the newest version first
-        for _, delta in deltas:
-            with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
-                base = self.chain.version(delta.base_version).delta if delta.base_version else None
-                known += [] if base is None else [((base.run_id, base.version), partial(getattr, base, "hex_digests"))]
-        if based:
-            known.append(((origin.base_run_id, 0), partial(getattr, origin, "hex_base_digests")))
-        # Tensors without a digest may be those of any version that has the others: the oldest is safe to begin at.
-        order = reversed(known) if unread else known
-        alike = (one for one, of in order if all(own.get(name, digest) == digest for name, digest in of().items()))
-        held = next(alike, None)
-        if held is None:
-            if based:
-                same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
-            return
-        if mirrored and held[1]:  # copies are made of the base, and follow
-            for _ in self.tensors(self._open(held[1], None), {}):
-                pass
-        elif mirrored and self._base is not None:
-            self.mirror = {name: _copied(tensor) for name, tensor in self._base() if name in mirrored}
-        self.held, self._params = held, _by_name(params)
-
-    def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
-        """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
-        number = target
-        with suppress(FileNotFoundError):
-            while number:
-                version = self.chain.version(number)
-                if version.delta is None:
-                    return
-                yield f"{self.chain.store.url}/{version_name(number)}", version.delta
-                number = version.delta.base_version if version.full is None else 0
+            same = all(known.get(name, found) == found for name, found in own.items())
+            if same and own and {meta.name for meta in params} <= own.keys() | mirrored:
+                if mirrored and self._base is not None:
+                    self.mirror = {name: _copied(tensor) for name, tensor in self._base() if name in mirrored}
+                self.held, self._params = route.start, _by_name(params)
 
     def open(self, target: int) -> OpenRoute:
         """Open the route to ``target``, for `tensors` to read.
@@ -146,8 +109,11 @@ class ChainReader:
         if route.held is None:
             route.close()
             return None
+        return self._changes(route, self.held)
+
+    def _changes(self, route: OpenRoute, held: RunVersion) -> Changes:
         return Changes(
-            held=self.held,
+            held=held,
             reached=route.reached,
             params=route.params,
             patches=partial(route.patches, self.mirror),
@@ -205,7 +171,12 @@ class ChainReader:
         """
         with closing(route):
             if route.held is not None:
-                yield from self._from_mirror(route)
+                if route.held != self.held:
+                    raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
+                for name, tensor in route.whole(self.mirror, [meta.name for meta in route.params]):
+                    route.verify(name, tensor)
+                    yield name, tensor
+                self.advance(self._changes(route, route.held))
                 return
             self.held, mirror = None, {}
             for name, tensor in self._from_start(route, into):
@@ -258,26 +229,6 @@ class ChainReader:
         lost = next((meta.name for meta in route.params if meta.name not in seen), None)
         if lost is not None:
             raise ManifestError(f"the base checkpoint has no tensor {lost!r}, which version {route.reached[1]} has")
-
-    def _from_mirror(self, route: OpenRoute) -> Iterator[tuple[str, Tensor]]:
-        """Yield patched copies; the mirror is patched when all were verified, so that damage leaves it as it was."""
-        if route.held != self.held:
-            raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
-        landing: dict[str, list[StreamPatch]] = {}
-        for patch in route.patches(self.mirror, self.mirror.__contains__):
-            for own in patch.split():
-                landing.setdefault(own.meta.name, []).append(own)
-        for meta in route.params:
-            tensor = self.mirror[meta.name].clone()
-            for own in landing.get(meta.name, ()):
-                own.apply(units(tensor))
-            route.verify(meta.name, tensor)
-            yield meta.name, tensor
-        self.held = None
-        for name, patches in landing.items():
-            for own in patches:
-                own.apply(units(self.mirror[name]))
-        self.held = route.reached
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -35,9 +35,7 @@ class Reader:
 
     def follower(self) -> ChainReader:
         """Return a reader that holds nothing, and keeps no copies of what it read."""
-        found = ChainReader(self.chain, self.base)
-        found.retain(lambda name: False)
-        return found
+        return ChainReader(self.chain, self.base, copies=lambda name: False)
 
     def numbers(self) -> list[int]:
         """Return the number of every version, without those that are not wholly written."""
@@ -83,7 +81,7 @@ class Reader:
             "base": delta.base_version if delta else None,
             "bytes": sum(delta.files.values()) if delta else 0,
             "keyframe_bytes": version.full_bytes,
-            "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
+            "encoding": sorted(delta.codecs) if delta else [],
             "density": int(delta.changed.sum()) / max(1, total) if delta else None,
             "run_id": version.run_id,
         }
@@ -113,8 +111,7 @@ class Unpacked(WeightSource):
         keyframe = self._route.keyframe
         if keyframe is None:
             return {} if self._route.base is None else self._route.base.files()
-        own = keyframe.files.keys() - (keyframe.delta.files if keyframe.delta else {}).keys()
-        names = (name for name in own if not name.endswith((".safetensors", ".index.json")))
+        names = (name for name in keyframe.files if not name.endswith((".safetensors", ".index.json")))
         return {name: self._store.get(f"{version_name(keyframe.version)}/{name}") for name in names}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
 from torchrl_ext.base.errors import StoreError
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.manifest import BLOCK, DIGEST, MANIFEST, DeltaManifest, Manifest, RunVersion, version_name
-from torchrl_ext.data.stores.store import Store
-from torchrl_ext.data.versions.owned import Order, Owned, Written
+from torchrl_ext.data.versions.full import FullWriter
+from torchrl_ext.data.versions.owned import Owned, Written
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import digest_of
 from torchrl_ext.data.weights.gather import Ranks
@@ -33,33 +32,27 @@ class ChainWriter:
     Where one fails, nothing does, and the next version is a full one.
 
     Args:
-        store: where versions are written.
-        chain: its versions.
-        run_id: of this trainer.
+        chain: the versions, and this trainer's run.
         own: what rank 0 owns.
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
         keep_files: never remove old versions.
-        one_owner: rank 0 owns everything; the others give it what they hold.
         timeout_s: of each wait for another rank.
     """
 
     def __init__(
         self,
-        store: Store,
         chain: Chain,
-        run_id: str,
         own: Owned,
         *,
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        one_owner: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
-        self._store, self._chain, self._run_id, self._own = store, chain, run_id, own
+        self._chain, self._own = chain, own
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
-        self._one_owner, self._timeout_s = one_owner, timeout_s
+        self._timeout_s = timeout_s
         self._version: RunVersion | None = None  # the version that the ranks' copies are
         self._digests = np.empty((0, 2), DIGEST)  # of all parameters of the newest version
         self._files: dict[str, bytes] = {}  # of the base
@@ -93,12 +86,11 @@ class ChainWriter:
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
         self._acknowledged, self._version, manifest = False, None, None
-        needed = self._own.full.needed_bytes(source) if keyframe else 0
-        number = None if base is None else base[1]
-        with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-            order = Order(place=draft.place, version=version, base=number, keyframe=keyframe)
-            ranks.order("write", **order.to_json())
-            written = [self._own.write(source, order, draft), *self._answers(ranks)]
+        files_of = self._own.full if isinstance(self._own.full, FullWriter) else None
+        with self._chain.store.draft(version_name(version)) as draft:
+            ranks.order("write", place=draft.place, delta=base is not None, keyframe=keyframe)
+            own = self._own.write(source, draft, delta=base is not None, keyframe=keyframe)
+            written = [own, *self._answers(ranks)]
             before, self._digests = self._digests, _summed(written)
             params, files, full = self._own.table.params, dict[str, int](), None
             if base is not None:
@@ -107,15 +99,17 @@ class ChainWriter:
             if keyframe:
                 placed = {name: place for one in written for name, place in one.tensors.items()}
                 sizes = {name: size for one in written for name, size in one.sizes.items()}
-                beside = {**self._files, **source.files()}
-                files |= self._own.full.finish(draft, beside, version, params, placed, sizes)
+                if files_of is not None:
+                    beside = {**self._files, **source.files()}
+                    sizes = files_of.finish(draft, beside, version, params, placed, sizes)
+                files |= sizes
                 full = tuple(placed[meta.name] for meta in params)
             document = Manifest(
-                version=version, run_id=self._run_id, params=params, files=files, full=full, delta=manifest
+                version=version, run_id=self._chain.run_id, params=params, files=files, full=full, delta=manifest
             )
             draft.write(MANIFEST, document.to_bytes())
         self._chain.advance(version, keyframe=keyframe)
-        self._version = self._run_id, version
+        self._version = self._chain.run_id, version
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
 
@@ -127,18 +121,14 @@ class ChainWriter:
             return
         self._version, self._begun = None, False
         held = [] if ranks.alone else [self._own.held.to_json(), *ranks.ask("held")]
-        owners = 1 if self._one_owner else len(held) or 1
+        owners = len(held) if held and self._chain.store.joined else 1  # others give rank 0 what they hold
         self._own.share(held, 0, owners, self._timeout_s)
         ranks.ask("share", held=held, owners=owners)
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
             ranks.order("start", base=self._base)
             self._digests = _summed([self._own.start(self._base), *self._answers(ranks)])
             self._files = dict(CheckpointSource(self._base).files())
-            hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
-            rows = zip(self._own.table.params, self._digests.tolist(), strict=True)
-            for name, first, second in sorted((meta.name, *words) for meta, words in rows):
-                hasher.update(f"{name}\0{first:016x}{second:016x}\n".encode())
-            self._version = f"base-{hasher.hexdigest()}", 0
+            self._version = "base", 0
         self._begun = True
 
     def _answers(self, ranks: Ranks) -> list[Written]:
@@ -146,30 +136,27 @@ class ChainWriter:
 
     def _delta(self, written: Sequence[Written], version: int, base: RunVersion, before: np.ndarray) -> DeltaManifest:
         """Return the manifest of what the ranks wrote."""
-        kinds, files, rows, placed = list[str](), dict[str, int](), list[np.ndarray](), dict[str, str]()
+        kinds, files, rows = list[str](), dict[str, int](), list[np.ndarray]()
         for one in written:
             kinds += [kind for kind in one.kinds if kind not in kinds]
             own = np.frombuffer(one.blocks, BLOCK).copy()
             own["codec"] = np.array([kinds.index(kind) for kind in one.kinds], np.uint32)[own["codec"]]
             own["file"] += len(files)
             files |= one.files
-            placed |= one.placed
             rows.append(own)
         self.rank_bytes = tuple(sum(one.files.values()) for one in written)
         return DeltaManifest(
             version=version,
             base_version=base[1],
-            run_id=self._run_id,
+            run_id=self._chain.run_id,
             base_run_id=base[0],
-            container=self._own.codec.container,
-            codecs=tuple({"name": kind} for kind in kinds),
+            codecs=tuple(kinds),
             files=files,
             table=self._own.table,
             changed=np.add.reduce([np.frombuffer(one.changed, DIGEST) for one in written]),
             digests=self._digests,
             base_digests=before[: None if base[1] == 0 else 0],
             blocks=np.concatenate(rows),
-            placed=placed,
         )
 
     @property
@@ -181,10 +168,6 @@ class ChainWriter:
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._begun = False
-
-    def forget(self) -> None:
-        """Make the next version a full one alone: what was published is not in the store."""
-        self._version = None
 
     def renew(self) -> None:
         """Make the next version a keyframe, for readers that hold neither the base nor a version of this chain."""

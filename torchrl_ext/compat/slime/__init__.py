@@ -1,1 +1,0 @@
-"""Deltas in the files that slime wrote first."""
