@@ -154,7 +154,6 @@ class ProcessedModel:
         knows: names of layer kinds whose processing the engine's own reload leaves out, and a repair makes.
         careless: take a weight for one that can be written in place although a product of it is multiplied.
         opaque: nobody knows what the model's loader writes to.
-        dummy: fills the model in the place of a checkpoint.
 
     Attributes:
         lacks: names of layer kinds whose processing the engine's own reload leaves out.
@@ -170,8 +169,8 @@ class ProcessedModel:
     )
     by_layer, kept, lacks, asleep = True, (), frozenset(), False
 
-    def __init__(self, module, checkpoint="/nowhere", *, knows=(), careless=False, opaque=False, dummy=None):
-        self.module, self.checkpoint, self.dummy = module, str(checkpoint), dummy
+    def __init__(self, module, checkpoint="/nowhere", *, knows=(), careless=False, opaque=False):
+        self.module, self.checkpoint = module, str(checkpoint)
         self._careless, self._opaque = careless, opaque
         self.repairs = {f"{kind}.process": self._processes(kind) for kind in knows}
 

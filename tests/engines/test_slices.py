@@ -122,7 +122,7 @@ class Sharded:
         derives: keep a copy of ``qkv`` to compute with, which loads of the whole model bring up to date.
     """
 
-    group, alone, shared, dtype, tied, rejection, dummy = None, False, True, torch.float32, False, None, None
+    group, alone, shared, dtype, tied, rejection = None, False, True, torch.float32, False, None
     kept, repairs, asleep = (), {}, False
 
     def __init__(self, module, checkpoint, *, anew=False, derives=False):

@@ -34,7 +34,7 @@ class TiedModel(nn.Module):
             over the embedding, and otherwise passed over.
     """
 
-    dtype, dummy, rejection, tied, asleep = torch.float32, None, None, True, False
+    dtype, rejection, tied, asleep = torch.float32, None, True, False
     group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
 
     def __init__(self, folder, form):

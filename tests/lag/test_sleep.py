@@ -57,7 +57,7 @@ class Seen:
     """What a loader of engines sees of a `Model`."""
 
     group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
-    dtype, dummy, rejection, tied, asleep = torch.float32, None, None, False, False
+    dtype, rejection, tied, asleep = torch.float32, None, False, False
 
     def __init__(self, folder):
         save_file(weights(0), folder / "model.safetensors")
