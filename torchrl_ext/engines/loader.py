@@ -650,8 +650,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """Return ``"in place"`` or ``"rehearsed"`` if a rehearsal showed that of every layer, else ``"sent"``."""
         return "sent" if self._rehearsed is None else self._rehearsed.proof
 
-    def unrehearsed(self, *, again: bool = False) -> bool:
-        return (self._rehearsed is None or again) and not self._why_not()
+    def unrehearsed(self) -> bool:
+        return self._rehearsed is None and not self._why_not()
 
     def _why_not(self) -> str:
         """Return why no rehearsal is possible; "" if one is."""

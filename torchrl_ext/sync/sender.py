@@ -76,9 +76,8 @@ class WeightSender:
             more than ``max_gap``, the engine is paused and the update fails, but it may have answered some requests
             with the version by then.
         rehearse: when an engine that processes its weights has to show that an update leads to the same state as a cold
-            start (`torchrl_ext.engines.rehearsal`): ``"once"`` per start of the engine, before its first update;
-            ``"always"``, with every connection before which nothing was loaded; ``"never"``, which leaves
-            `SyncReport.proof` at ``"sent"`` for that engine.
+            start (`torchrl_ext.engines.rehearsal`): ``"once"`` per start of the engine, before its first update; or
+            ``"never"``, which leaves `SyncReport.proof` at ``"sent"`` for that engine.
         finite: refuse weights with a NaN or an infinity, before the pause if this process holds the tensor or the
             transport reads all tensors before it. If every trainer rank sends, each rank checks its own blocks. False
             does not look, which saves a read of all weights.
@@ -123,8 +122,8 @@ class WeightSender:
         max_gap: float | str | None = "dtype",
         probe: Compute | Probe | None = None,
     ) -> None:
-        if rehearse not in ("once", "never", "always"):
-            raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
+        if rehearse not in ("once", "never"):
+            raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once' or 'never'")
         self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
         engine = _client_of(transport, engine, rank)
         self._transport = transport
