@@ -21,16 +21,16 @@ from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityEr
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
 from torchrl_ext.data.deltas.table import unit_of
 from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
+from torchrl_ext.data.landing.loader import Rehearsable
 from torchrl_ext.data.landing.patcher import Patcher, Piece, compare, holds, read
-from torchrl_ext.data.landing.placement import Landing, Placement, record
+from torchrl_ext.data.landing.placement import Landing, Placement, keeps_values, record
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest, digests_of, position_digest
 from torchrl_ext.data.weights.shared import UNCHANGED, Place, refuse_digests, shared
 from torchrl_ext.engines.plugin import combine
-from torchrl_ext.engines.rehearsal import Rehearsal, rehearse, start_tensors
+from torchrl_ext.engines.rehearsal import Rehearsal, Rehearsed, rehearse
 from torchrl_ext.engines.runtime import Reading
 from torchrl_ext.engines.slices import Slices, layer_of, sharing_no_layer, write_pieces
 
@@ -139,7 +139,7 @@ def swapped(
 
 
 @final
-class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
+class EngineLoader(Rehearsed, Rehearsable):
     """Loads weights into one worker's model, and knows which tensors the model holds unchanged.
 
     `digests` reads a tensor back from the live model if this worker holds all of it, unchanged. For other tensors it
@@ -152,15 +152,16 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     Attributes:
         modified: whether weights were loaded since the engine's start.
-        repairs: names of the model's repairs that run after each load.
         repaired: path of each layer that the last load had to repair -> the repair.
         takes_slices: whether the transport sends slices of tensors (`torchrl_ext.data.landing.sliced`).
     """
 
+    model: EngineModel
+
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.modified = self.takes_slices = False
-        self.repairs, self.repaired = frozenset(model.repairs), dict[str, str]()
+        self.repaired = dict[str, str]()
         self._needs_digests = True
         self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
         self._rehearsing = False
@@ -267,22 +268,26 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             )
 
     def landings(self, name: str) -> tuple[Landing, ...]:
-        """Return the copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
         return self._placement.landings.get(name, ()) if self._placement is not None else ()
 
     def patchable(self, name: str) -> bool:
         return name in self._patcher.pieces
 
     def land_whole(self) -> None:
-        """From now on, apply changes by loading the whole model."""
         self._whole_model = True
         self._forget_places()
         self.compare_start()
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return a new pass over the engine's start weights, under an update's names; None if unknown."""
-        source = CheckpointSource(self.model.checkpoint) if self._shapes else None
-        return None if source is None else start_tensors(source, self._params, self.model.dtype)
+        return self._start_tensors() if self._shapes else None
+
+    def _start_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the start checkpoint's tensors that an update has, too; in its dtypes if that loses nothing."""
+        dtypes = {meta.name: meta.dtype for meta in self._params}
+        for name, tensor in CheckpointSource(self.model.checkpoint):
+            if name in dtypes:
+                exact = dtypes[name] == self.model.dtype or keeps_values(tensor.dtype, dtypes[name])
+                yield name, tensor.to(dtypes[name]) if exact else tensor
 
     def _placed(self, params: tuple[ParamMeta, ...]) -> Placement | None:
         """Run the model's loader over stand-ins, and return what lands where; None where that is not known."""
@@ -440,7 +445,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return dict.fromkeys((meta.name for meta in self._params), why)
 
     def targets(self) -> Mapping[str, Sliced]:
-        """Return the live memory of tensors that need no model loader, after a `start` that accepts slices."""
         return self._targets
 
     def _sliced(self) -> Slices | None:
@@ -559,8 +563,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def _repair(self, layers: Collection[nn.Module]) -> None:
         paths = {id(module): path for path, module in self.model.module.named_modules()}
         for step, repair in self.model.repairs.items():
-            if step in self.repairs:
-                self.repaired |= {paths[id(layer)]: step for layer in repair(self.model.module, layers)}
+            self.repaired |= {paths[id(layer)]: step for layer in repair(self.model.module, layers)}
 
     def reloaded(self) -> None:
         self._loading = False
