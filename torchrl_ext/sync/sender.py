@@ -196,8 +196,7 @@ class WeightSender:
                 params = self._source().params()
             else:
                 params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-            with self._connection.turn():
-                self._join(params)
+            self._join(params)
 
     def _join(self, params: tuple[ParamMeta, ...]) -> None:
         if self._transport.abilities.gathers:  # the other ranks take no part
@@ -224,13 +223,13 @@ class WeightSender:
             The report, with one row per engine.
 
         Raises:
-            ConcurrentUpdateError: another thread sends through this transport or to this engine.
+            ConcurrentUpdateError: another thread sends through this transport.
             ManifestError: ``only`` is empty or names a tensor that is not sent; or a tensor that this process holds has
                 a NaN or an infinity.
             ConfigError: the transport sends whole models only (it lacks the ability ``parts``).
             WeightSyncError: the update failed; the message says what each engine serves.
         """
-        with exclusive(self._transport, "update_weights"), self._connection.turn():
+        with exclusive(self._transport, "update_weights"):
             report = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         _bump(self._collectors)
         return report
