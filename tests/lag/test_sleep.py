@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
+from tests.engines.embedded import served_here
 from tests.lag import device
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import python
@@ -194,7 +195,8 @@ def test_a_sender_joins_an_embedded_engine_that_sleeps(lag, level, name, tmp_pat
     transport = tx.make_transport(name.split()[0], timeout_s=WAIT_S, **settings)
     with (
         torch.Stream(lag) if level == 2 else contextlib.nullcontext(),
-        tx.WeightSender(transport, tx.make_engine("inprocess", engine=engine)) as sender,
+        served_here(engine) as server,
+        tx.WeightSender(transport, tx.connect(server.url)) as sender,
     ):
         sender.init_all_workers_group({name: (one.dtype, one.shape) for name, one in as_source(policy)})
         for _ in range(2):
@@ -206,4 +208,3 @@ def test_a_sender_joins_an_embedded_engine_that_sleeps(lag, level, name, tmp_pat
                 torch.accelerator.synchronize(f"lag:{index}")
             held = dict(engine._model.named_parameters())
             assert all(same_bits(one.detach().cpu(), held[name].cpu()) for name, one in policy.named_parameters())
-    engine.close()

@@ -18,7 +18,6 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedErr
 from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start, State, Verify
 from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.checkpoint import opened
 from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
@@ -56,7 +55,6 @@ class EmbeddedEngine:
 
     def __init__(self, model: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
         self.model, self.dtype = model, dtype
-        self.checkpoint = opened(model)
         self._model = module = _load_model(model, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or module.config.max_position_embeddings
         ends = module.generation_config.eos_token_id
