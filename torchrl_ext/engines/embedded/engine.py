@@ -177,22 +177,15 @@ class EmbeddedEngine:
             self._loader.check(self._arrived)  # missing parameters have no older value to keep
         return self._receiver.handle(message)
 
-    def label(self, version: str) -> None:
+    def call(self, message: Message) -> None:
+        """Carry out a message as `handle` does; with a `Start`, drop the keys and values of requests."""
+        self.handle(message)
+        if isinstance(message, Start):
+            self.scheduler.forget()
+
+    def set_name(self, version: str) -> None:
         """Set the weight version."""
         self.scheduler.version = version
-
-    def finish(self, message: Finish, label: str | None) -> None:
-        """End a complete update; ``label`` becomes the weight version, unless it is None."""
-        self.handle(message)
-        self.scheduler.version = self.scheduler.version if label is None else label
-
-    def undo(self, landing: bool) -> bool:
-        """Return whether the engine still has its old weights after a failed update."""
-        return not landing or self._receiver.whole
-
-    def drop_cached(self) -> None:
-        """Drop the keys and values of requests; there is no other cache."""
-        self.scheduler.forget()
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter in the live model, by checkpoint name.

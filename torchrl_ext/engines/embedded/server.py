@@ -31,7 +31,6 @@ from torchrl_ext.base.errors import (
     DeadlineError,
     EngineRefusedError,
     ManifestError,
-    NotConnectedError,
     WeightSyncError,
 )
 from torchrl_ext.base.messages import answered
@@ -46,7 +45,7 @@ __all__ = ["make_app", "read_json"]
 
 log = logging.getLogger("torchrl_ext")
 
-_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, NotConnectedError: 409, DeadlineError: 504}
+_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
 DRAIN_TIMEOUT_S = 600.0  # of ``pause?mode=wait``
 BODY_TIMEOUT_S = 60.0
 _OPEN_ROUTE = "/health"  # cluster probes have no key; they learn only that the process lives
@@ -102,11 +101,11 @@ def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequ
         "POST /release_kv_cache_memory": _run(lambda asked: engine.release_kv_cache(), status="kv_cache_released"),
         "POST /reset_prefix_cache": _run(lambda asked: _reset(engine, asked), success=True),
         "POST /update_weight_version": _run(
-            lambda asked: engine.label(_field(asked.body, "new_version", str)), success=True
+            lambda asked: engine.set_name(_field(asked.body, "new_version", str)), success=True
         ),
         "POST /collective_rpc": _run(lambda asked: _call(engine, asked.body)),
     }
-    handlers[f"POST {PATH}"] = handler(DiskLoads(engine).load, read_json)
+    handlers[f"POST {PATH}"] = handler(DiskLoads(engine, engine.model).load, read_json)
     own = [Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in handlers.items()]
     return Starlette(
         routes=[*own, *routes],
