@@ -43,14 +43,6 @@ def test_two_senders_of_one_process_share_a_client(turns):
             turns.check(policy)
 
 
-def test_replaced_sender_is_warned_of_its_successor(turns, caplog):
-    first, second = turns.sender("collective"), turns.sender("collective")
-    for sender in (first, second, first):
-        sender.update()
-    (words,) = [record.getMessage() for record in caplog.records if "join this sender again" in record.getMessage()]
-    assert "a collective sender, process " in words and " has joined" in words
-
-
 def test_step_of_replaced_sender_is_refused_without_a_pause(turns):
     replaced, engine = tx.connect(turns.url), tx.connect(turns.url)
     with (

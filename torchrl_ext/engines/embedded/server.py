@@ -228,14 +228,10 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer with an error; only the log shows the text of errors that are not ours."""
+    """Answer with an error in vLLM's form; only the log shows the text of errors that are not ours."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
     known = isinstance(error, WeightSyncError)
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
     words = str(error) if known else "the engine failed on this request; its log has the reason"
-    return _error(status, words, type(error).__name__)
-
-
-def _error(status: int, words: str, kind: str) -> JSONResponse:
-    """Return an error response in vLLM's form."""
-    return JSONResponse({"error": {"message": words, "type": kind, "param": None, "code": status}}, status_code=status)
+    fields = {"message": words, "type": type(error).__name__, "param": None, "code": status}
+    return JSONResponse({"error": fields}, status_code=status)
