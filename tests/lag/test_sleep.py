@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.engines.embedded import served_here
+from tests.engines.processed import Unprocessed
 from tests.lag import device
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import python
@@ -26,8 +26,7 @@ from torchrl_ext.base.messages import Finish, Poll, Prefetch, Rehearse, Start
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines import loader as engine_loader
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
-from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
-from torchrl_ext.engines.runtime import reachable
+from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.sync.engine_worker import EngineWorker
 from torchrl_ext.testing import WAIT_S, same_bits
 
@@ -54,32 +53,12 @@ class Model(nn.Module):
             own[name].copy_(tensor)
 
 
-class Seen:
+class Seen(Unprocessed):
     """What a loader of engines sees of a `Model`."""
-
-    group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
-    dtype, rejection, tied, asleep = torch.float32, None, False, False
 
     def __init__(self, folder):
         save_file(weights(0), folder / "model.safetensors")
-        self.module, self.checkpoint = Model(), str(folder)
-
-    @contextlib.contextmanager
-    def stand_ins(self):
-        def form(layer):
-            return {name: torch.empty_like(tensor, device="meta") for name, tensor in layer._parameters.items()}, {}
-
-        with swapped(self.module, form) as tensors:
-            yield StandIns(tensors, {name: tensor.numel() for name, tensor in tensors.items()})
-
-    def open(self, layers):
-        return ()
-
-    def close(self, layers):
-        pass
-
-    def readings(self):
-        return reachable(self.module)
+        super().__init__(Model(), folder)
 
     @contextlib.contextmanager
     def sleeping(self):
