@@ -321,7 +321,6 @@ class EngineLoader(Rehearsed, Rehearsable):
                     yield (memory, landing.dtype), Place(meta.name, target, landing.source)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and buffer under each of its runtime names."""
         yield from self.model.module.named_parameters(remove_duplicate=False)
         yield from self.model.module.named_buffers(remove_duplicate=False)
 
@@ -375,7 +374,6 @@ class EngineLoader(Rehearsed, Rehearsable):
         return self.model.tied and name.endswith("lm_head.weight")
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that the model computes with, by runtime name."""
         return {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
 
     def _in_place(self, placement: Placement, stop: Event) -> dict[str, list[Piece]]:
@@ -415,7 +413,6 @@ class EngineLoader(Rehearsed, Rehearsable):
         return not self.model.by_layer or param.rpartition(".")[2] in self.model.kept
 
     def _layers(self, names: Iterable[str]) -> set[str]:
-        """Return the modules in whose parameters these checkpoint tensors land."""
         return {layer_of(landing.param) for name in names for landing in self.landings(name)}
 
     def _load_together(self, names: Collection[str]) -> list[str]:
@@ -632,7 +629,6 @@ class EngineLoader(Rehearsed, Rehearsable):
             self._close(layers)
 
     def _together(self, own: Mapping[str, PositionDigest]) -> dict[str, PositionDigest]:
-        """Return digests of the tensors that the workers hold together; those that overlap in part are left out."""
         return combine(own, self._patcher.shares, self._params, self.model.group)
 
     # what is proved

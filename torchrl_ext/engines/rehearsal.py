@@ -445,7 +445,6 @@ def _verdicts(loader: Rehearsed, start: _Start, attempt: _Attempt) -> Iterator[L
 
 
 def _kernel(loader: Rehearsed, layer: str) -> str:
-    """Name what computes in the module at ``layer``."""
     module = loader.model.module.get_submodule(layer)
     method = getattr(module, "quant_method", None)
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)

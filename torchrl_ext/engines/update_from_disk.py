@@ -136,7 +136,6 @@ class DiskLoads:
         return connection
 
     def _replace(self, what: str, load: Load, label: str) -> None:
-        """Replace the weights in a pause, and resume an engine that served before."""
         engine, landing = self._engine, False
         serves = not engine.paused()
         try:

@@ -149,7 +149,6 @@ class EngineWorker:
         return {**answer, "workers": len(answers)}
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
-        """Start ``work`` in a background thread."""
         device = self.receiver.device
         before = recorded([device])  # the engine may still be writing what ``work`` reads
 

@@ -261,7 +261,6 @@ class WeightSender:
         self._connection.delivered = version
 
     def _lead(self, weights: Any, only: Collection[str] | None) -> SyncReport:
-        """Drive an update on rank 0, and return its report."""
         started = time.perf_counter()
         try:
             with self._ranks.leading() as session:
@@ -416,7 +415,6 @@ class WeightSender:
         return digest_of(digests) or (handoff.digest if self._verify else "")
 
     def _info(self, update: Update, handoff: Handoff) -> Info:
-        """Return the fields of the `Load`."""
         part = self._onto(update)
         onto = {} if part is None else {"onto": part.base}
         if (params := update.params) != self._rows[0]:
@@ -463,7 +461,6 @@ class WeightSender:
         return max(self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
     def _connect_to(self, engine: EngineClient) -> None:
-        """Switch to ``engine``; its workers join before the next version."""
         self.engine, self._refused = engine, None
         how: dict[str, Any] = {"compares": self._verify, "rehearse": self._rehearse, "run": self._run}
         self._connection = Connection(engine, self._transport, **how)
@@ -507,13 +504,7 @@ class WeightSender:
 
 
 def _bump(collectors: Iterable[Callable[[], Any]]) -> None:
-    """Increment the policy version of each collector once.
-
-    An error of a collector is logged, not raised, because the engines already serve the weights.
-
-    Args:
-        collectors: references that return a collector, or None if it no longer exists.
-    """
+    """Increment the policy version of each collector that still exists, once."""
     seen: set[int] = set()
     for known in collectors:
         collector = known()
@@ -527,7 +518,6 @@ def _bump(collectors: Iterable[Callable[[], Any]]) -> None:
 
 
 def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:
-    """Return the client for a sender's arguments; raises as `WeightSender`."""
     if not isinstance(transport, Transport) or not isinstance(engine, EngineClient | str | None):
         raise ConfigError(
             f"transport is a {type(transport).__name__}, and engine is a {type(engine).__name__}",

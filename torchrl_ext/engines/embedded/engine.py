@@ -225,7 +225,6 @@ class EmbeddedEngine:
         self.scheduler.resume()
 
     def _refuse_torn(self) -> None:
-        """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
         if self._receiver.held.empty:
             reason = "the engine slept at level 2 and holds no weights"
         elif not self._receiver.whole:
@@ -235,7 +234,6 @@ class EmbeddedEngine:
         raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
 
     def _refuse_busy(self) -> None:
-        """Raise `EngineRefusedError` if weights cannot change now."""
         if not self.scheduler.paused:
             reason, first = "weights cannot change while the engine generates", "POST /pause first"
         elif "weights" in self.asleep:
@@ -260,7 +258,6 @@ class EmbeddedEngine:
 
 
 def _load_model(model: str, dtype: str) -> Any:
-    """Return the causal LM of a Hugging Face checkpoint directory."""
     if not (Path(model) / "config.json").is_file():
         raise ConfigError(f"{model} holds no model", expected="a Hugging Face checkpoint directory")
     from transformers import AutoModelForCausalLM

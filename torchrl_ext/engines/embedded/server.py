@@ -140,8 +140,6 @@ async def read_json(request: Request) -> Any:
 
 
 class _Asked(NamedTuple):
-    """A request's query and JSON body."""
-
     query: QueryParams
     body: Info
 
@@ -217,7 +215,6 @@ def _call(engine: EmbeddedEngine, body: Info) -> Info:
 
 
 def _reset(engine: EmbeddedEngine, asked: _Asked) -> None:
-    """Drop the keys and values of running requests if the query says so; there is no other cache."""
     if asked.query.get("reset_running_requests", "").lower() in ("true", "1"):
         engine.scheduler.forget()
 

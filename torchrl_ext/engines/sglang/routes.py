@@ -75,7 +75,6 @@ class _Reloadable:
         return merged(answers_of([json.loads(text) for text in words.split(" | ")], "SGLang"))
 
     def _call(self, method: str, kind: str, **fields: Any) -> Any:
-        """Call a method of the manager with one of SGLang's requests, and return its answer."""
         request = getattr(importlib.import_module("sglang.srt.managers.io_struct"), kind)(**fields)
         call: Coroutine[Any, Any, Any] = getattr(self._manager, method)(request)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)

@@ -183,7 +183,6 @@ class VLLMObjectPort(LocalPort):
         return answer
 
     def _ask(self, message: Message) -> list[Info]:
-        """Return each worker's answer."""
         if CALL not in self._config.additional_config:
             raise EngineRefusedError("this vLLM was made without our plugin", state="nothing was changed", hint=_PLUGIN)
         rows = self._do(self._llm.collective_rpc, CALL, args=(json.dumps(message.to_json()),))
@@ -304,7 +303,6 @@ class VLLMObjectPort(LocalPort):
 
 
 def _running_here() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
