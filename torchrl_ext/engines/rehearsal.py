@@ -39,7 +39,7 @@ from torchrl_ext.data.weights.digests import Digests, PositionDigest, as_digests
 from torchrl_ext.engines import runtime
 from torchrl_ext.engines.runtime import Reading
 
-__all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "Rehearsed", "rehearse"]
+__all__ = ["Layer", "Rehearsal", "Rehearsed", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -108,14 +108,12 @@ class Rehearsal:
         repairs: steps that the model had to take after a load.
         changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
         restored: the engine holds what it was started with.
-        loads: loads of the whole model.
     """
 
     layers: tuple[Layer, ...] = ()
     repairs: tuple[str, ...] = ()
     changes: str = IN_PLACE
     restored: bool = True
-    loads: int = 0
 
     @property
     def refused(self) -> tuple[Layer, ...]:
@@ -169,7 +167,6 @@ class Rehearsal:
             "repairs": list(self.repairs),
             "changes": self.changes,
             "restored": self.restored,
-            "loads": self.loads,
         }
 
 
@@ -181,56 +178,40 @@ def rehearse(loader: Rehearsed) -> Rehearsal:
     """
     cold = _Snapshot(loader.model.readings(), contents=True)
     start = _Start(loader, cold)
-    attempt = _attempt(loader, start, cold)
-    if attempt.wrong and loader.takes_slices:
+    found = _attempt(loader, start, cold)
+    if found.refused and loader.takes_slices:
         loader.land_whole()
-        attempt = _attempt(loader, start, cold)
-    return Rehearsal(
-        layers=tuple(_verdicts(loader, start, attempt)),
-        repairs=tuple(sorted(set(attempt.repaired.values()))),
-        changes=attempt.changes,
-        restored=attempt.restored,
-        loads=start.loads,
-    )
+        found = _attempt(loader, start, cold)
+    return found
 
 
-@dataclass
-class _Attempt:
-    wrong: dict[str, str] = field(default_factory=dict)  # layer -> what is wrong with it
-    repaired: Mapping[str, str] = field(default_factory=dict)  # layer -> the step
-    changes: str = IN_PLACE
-    restored: bool = True
-
-
-def _attempt(loader: Rehearsed, start: _Start, cold: _Snapshot) -> _Attempt:
-    found = _Attempt()
+def _attempt(loader: Rehearsed, start: _Start, cold: _Snapshot) -> Rehearsal:
+    wrong, changes = dict[str, str](), IN_PLACE  # layer -> what is wrong with it
     try:
         _load(loader, start.changed())
-        start.loads += 1
-        found.wrong.update(_unreached(loader, start, cold))
+        wrong |= _unreached(loader, start, cold)
         if not _take_back(loader, start, cold):
-            start.loads += 2
-            found.changes = BY_RELOAD
+            changes = BY_RELOAD
             loader.land_whole()
             _load(loader, start.changed())
             if not _take_back(loader, start, cold):
-                found.wrong[""] = "changes reach it neither in place nor by loading the whole model"
-        start.loads += 1
+                wrong[""] = "changes reach it neither in place nor by loading the whole model"
     except Exception as error:  # a loader may raise anything
         log.warning("a rehearsal failed", exc_info=error)
-        found.wrong[""] = f"{type(error).__name__}: {error}"
+        wrong[""] = f"{type(error).__name__}: {error}"
     try:
         _load(loader, start)
-        start.loads += 1
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
-        found.wrong.setdefault("", f"{type(error).__name__}: {error}")
+        wrong.setdefault("", f"{type(error).__name__}: {error}")
     left = cold.differing(_Snapshot(loader.model.readings()))
-    found.wrong.update(
-        {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
+    wrong |= {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
+    return Rehearsal(
+        layers=tuple(_verdicts(loader, start, wrong, changes)),
+        repairs=tuple(sorted(set(loader.repaired.values()))),
+        changes=changes,
+        restored=not left,
     )
-    found.repaired, found.restored = dict(loader.repaired), not left
-    return found
 
 
 def _take_back(loader: Rehearsed, start: _Start, cold: _Snapshot) -> bool:
@@ -271,7 +252,6 @@ class _Start:
         digests: position digest of each tensor, 32 hex digits.
         arriving: runtime parameter -> what the checkpoint brings to it.
         layers: layer -> names of the checkpoint tensors that land in it.
-        loads: loads of the whole model so far; changes that are taken back count as one.
         unproven: layers below which not all objects were searched.
     """
 
@@ -279,7 +259,6 @@ class _Start:
         self._loader = loader
         self.arriving: dict[str, _Arriving] = {}
         self.layers: dict[str, list[str]] = {}
-        self.loads = 0
         self.unproven = cold.unsearched
         taken = Digests()
         for name, before in self:
@@ -429,17 +408,17 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _verdicts(loader: Rehearsed, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
-    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *sorted(start.unproven))) or ("",):
+def _verdicts(loader: Rehearsed, start: _Start, wrong: Mapping[str, str], changes: str) -> Iterator[Layer]:
+    for layer in dict.fromkeys((*start.layers, *wrong, *sorted(start.unproven))) or ("",):
         verdict, why = BY_RELOAD, ""
         names = start.layers.get(layer, ())  # where none is known to land, none is written in place
-        if layer in attempt.wrong:
-            verdict, why = REFUSED, attempt.wrong[layer]
+        if layer in wrong:
+            verdict, why = REFUSED, wrong[layer]
         elif layer in start.unproven:
             verdict, why = UNPROVEN, f"more than {runtime.OBJECTS:,} objects lie below it, and not all were searched"
-        elif layer in attempt.repaired:
-            verdict, why = REPAIRED, attempt.repaired[layer]
-        elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):
+        elif layer in loader.repaired:
+            verdict, why = REPAIRED, loader.repaired[layer]
+        elif changes == IN_PLACE and names and all(map(loader.patchable, names)):
             verdict = IN_PLACE
         yield Layer(name=layer or "the model", kernel=_kernel(loader, layer), verdict=verdict, why=why)
 
