@@ -158,7 +158,7 @@ def slept_while_joining(folder):
         end.handle(invitation(trainer, weights(0)))
         idle(end)
         assert follow(end, trainer, 1) == "sent" and holds(model, 1)
-        assert all(map(end.receiver._loader.patchable, weights(0)))
+        assert all(map(end.receiver._require_loader().patchable, weights(0)))
         end.close()
 
 

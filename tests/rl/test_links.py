@@ -127,7 +127,7 @@ class TestDeadlines:
             def rehearse(self, question):
                 return LARGE
 
-        worker = answering(Channel(ends[0], "the trainer"), Talkative({}))
+        worker = answering(Channel(ends[0], "the trainer"), Talkative())
         ends[1].sendall(frame({"number": 1, "message": Rehearse().to_json()}))
         within(worker.serve, lambda: None)
         assert worker.receive_weights() is None

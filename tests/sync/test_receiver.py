@@ -9,13 +9,39 @@ import torchrl_ext as tx
 from tests.models import tiny_model, tiny_tokenizer
 from tests.sync.by_hand import invitation, prepared
 from tests.sync.ends import change, same
-from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
-from torchrl_ext.base.messages import Finish, Prefetch, Start
+from torchrl_ext.base.errors import ManifestError, NotConnectedError, StaleBaseError, UpdateError
+from torchrl_ext.base.messages import Finish, Join, Prefetch, Start
 from torchrl_ext.data.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import position_digest
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightsState
+
+
+def test_alone_a_loader_is_told_when_a_load_begins_and_ends(tmp_path):
+    calls = []
+
+    class Told(TensorsLoader):
+        def start(self):
+            calls.append("start")
+
+        def load(self, pairs):
+            calls.append("load")
+            super().load(pairs)
+
+        def finish(self):
+            calls.append("finish")
+
+    policy, loader = nn.Linear(3, 2), Told(nn.Linear(3, 2))
+    with tx.DeltaTransport(tmp_path) as trainer, tx.DeltaTransport(tmp_path) as transport:
+        receiver = tx.WeightReceiver(loader, transport)
+        for _ in range(2):
+            change(policy)
+            trainer.send_weights(policy)
+            assert receiver.poll_and_apply(5.0)
+        trainer.send_weights(policy)
+        assert transport.receive_weights(5.0, model=loader) is not None
+    assert calls == 3 * ["start", "load", "finish"]
 
 
 def test_torchrl_llm_wrapper_stands_for_its_model_on_both_ends(tmp_path):
@@ -29,7 +55,9 @@ def test_torchrl_llm_wrapper_stands_for_its_model_on_both_ends(tmp_path):
     assert as_source(sent).params() == as_source(policy).params()
     with tx.DiskTransport(tmp_path) as trainer, tx.DiskTransport(tmp_path) as reader:
         trainer.send_weights("policy", sent)
-        assert reader.receive_weights(5.0, model=held_wrapped) is not None and same(held, policy)
+        receiver = tx.WeightReceiver(transport=reader)
+        receiver.register_model(held_wrapped)
+        assert receiver.poll_and_apply(5.0) and same(held, policy)
         change(policy)
         trainer.send_weights(sent)
         strategy = WeightStrategy(extract_as="state_dict")
@@ -55,6 +83,23 @@ def test_no_part_lands_beside_weights_that_were_applied_directly():
     with pytest.raises(ManifestError):
         receiver.apply_weights(nn.Linear(2, 2).state_dict())
     assert sender.update_weights(only="bias").part, "what was refused changed nothing"
+
+
+def test_newly_registered_model_gets_a_full_version_after_join():
+    policy, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    receiver = tx.WeightReceiver()
+    with pytest.raises(NotConnectedError, match=r"register_model"):
+        receiver.connect(Join(transport="disk", params=(), offer={}))
+    receiver.register_model(nn.Linear(3, 2))
+    sender = driven(receiver, policy)
+    receiver.register_model(other)
+    with pytest.raises(UpdateError, match="has not joined a transport"):
+        sender.update_weights(only="bias")
+    assert not sender.update_weights(only="bias").part and same(other, policy)
+    receiver.register_model(nn.Linear(2, 2))
+    for what in ("has not joined a transport", "weight"):
+        with pytest.raises(UpdateError, match=what):
+            sender.update_weights()
 
 
 class Whole(WeightLoader):

@@ -61,7 +61,7 @@ class WorkerTransport:
         self._trainer, self._model_id, self._model, self._timeout_s = trainer, model_id, model, timeout_s
         self._device = device
         self._link: Any = None  # None until connected
-        self._receiver = WeightReceiver({})
+        self._receiver = WeightReceiver()
         self._news = threading.Condition()
         self._fresh = self._stopped = False
 

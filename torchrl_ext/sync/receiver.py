@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.base import messages
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.devices import current, free_cached
+from torchrl_ext.base.devices import current, current_device, free_cached
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.base.messages import NOBODY, Message, replaced
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.data.landing.changes import Changes
-from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, as_loader
+from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.stores.opening import admit
 from torchrl_ext.data.transports.base import Arrival, LandingEnd, Worker
+from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.digests import Digests, digest_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["WeightReceiver", "WeightsState"]
 
@@ -58,23 +62,31 @@ class WeightsState:
 
 
 class WeightReceiver:
-    """Loads weights into a model of an engine, driven by messages.
-
-    Without an engine, a transport's own ``receive_weights(model=...)`` does so.
+    """Loads weights into a model, driven by messages in an engine or by `poll_and_apply` without one.
 
     Args:
         target: module, TensorDict, mapping or `WeightLoader` that receives the weights.
+        transport: the worker's transport, for use without an engine; in an engine, `Join` names the transport.
         rank: this worker's rank within its engine, from 0 to the engine's world size - 1.
 
     Attributes:
-        target: the ``target`` argument.
+        target: the ``target`` argument, or the model registered last.
         connection: connection id of the last `Join`.
         held: state of the model's weights.
         version: the version in service; 0 before the first.
+
+    Example:
+        >>> trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root)
+        >>> receiver = tx.WeightReceiver(torch.nn.Linear(4, 2), worker)
+        >>> trainer.send_weights(policy)
+        >>> receiver.poll_and_apply(timeout=5.0), receiver.version
+        (True, 1)
     """
 
-    def __init__(self, target: Any, *, rank: int = 0) -> None:
-        self.target, self._loader, self._rank = target, as_loader(target), rank
+    def __init__(self, target: Any = None, transport: StandaloneTransport | None = None, *, rank: int = 0) -> None:
+        self._loader: WeightLoader | None = None if target is None else as_loader(target)
+        self.target = target
+        self._alone, self._rank = transport, rank
         self._end: LandingEnd | None = None
         self._timeout_s, self._within = _TIMEOUT_S, Deadline(0)
         self.connection = self._sender = ""
@@ -98,13 +110,15 @@ class WeightReceiver:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return self._loader.device
+        """Where the model is; the default of this thread without a model."""
+        return current_device() if self._loader is None else self._loader.device
 
     @property
     def whole(self) -> bool:
         """Whether no update is incomplete and all layers are in the form that the model computes with."""
-        return self.held.landing is None and self._loader.idle
+        return self.held.landing is None and (self._loader is None or self._loader.idle)
+
+    # driven by an engine
 
     def handle(self, message: Message) -> Info:
         """Handle a message, and return when it is done.
@@ -142,7 +156,7 @@ class WeightReceiver:
                 self.invalidate(empty=message.weights == "gone")
                 if message.weights == "reloaded":
                     self.held = WeightsState()
-                    self._loader.reloaded()
+                    self._require_loader().reloaded()
             case messages.State():
                 return {} if message.connection else self._state()
             case messages.Leave():
@@ -177,7 +191,7 @@ class WeightReceiver:
         for name in ("root", "base"):
             if offer.get(name) is not None:
                 offer[name] = admit(offer[name])
-        self._loader.check(message.params)
+        self._require_loader().check(message.params)
         return offer
 
     def connect(self, message: messages.Join) -> None:
@@ -187,7 +201,7 @@ class WeightReceiver:
             ManifestError, ConfigError: as `check`; or there is no transport of this name.
             EngineRefusedError: a rehearsal showed that updates would go wrong.
         """
-        loader = self._loader
+        loader = self._require_loader()
         offer = self.check(message)
         loader.compare_start(self._deadline().stop)
         self.connection, self._sender = message.connection, message.sender
@@ -223,7 +237,7 @@ class WeightReceiver:
         Raises:
             EngineRefusedError, IntegrityError: an update leads to another state.
         """
-        loader = self._loader
+        loader = self._require_loader()
         if not isinstance(loader, Rehearsable):
             return {"needed": False, "proof": loader.proof(), "why": _NOTHING_TO_REHEARSE, "shared": loader.shared}
         needed = message.how != "never" and loader.unrehearsed()
@@ -245,7 +259,7 @@ class WeightReceiver:
             WeightSyncError: the version could not be fetched or staged.
         """
         version, part, before = message.version, message.part, self.held
-        end, loader, self._staged = self._require_end(), self._loader, None
+        end, loader, self._staged = self._require_end(), self._require_loader(), None
         loader.compare_start(self._deadline().stop)
         if part is not None and before.base != part.base:
             raise StaleBaseError(
@@ -275,7 +289,7 @@ class WeightReceiver:
     def _expect(self, part: Part | None) -> None:
         """Note which part comes next, also in the loader; None means all tensors."""
         self._part = None
-        self._loader.part(None if part is None else part.names)
+        self._require_loader().part(None if part is None else part.names)
         self._part = part
 
     def confirm(self) -> None:
@@ -297,7 +311,7 @@ class WeightReceiver:
         self._require_end()
         self._open = self._sealed = self._loading = False
         self._loads, self._compared, self._arrived = [], "", Digests()
-        self._loader.ready()
+        self._require_loader().ready()
         self._open = True
 
     def give_up(self) -> None:
@@ -314,7 +328,7 @@ class WeightReceiver:
 
     def _begin(self) -> None:
         self._spoil()
-        self._loader.start()
+        self._require_loader().start()
         self._loading = True
 
     def load(self, message: messages.Load) -> None:
@@ -324,7 +338,7 @@ class WeightReceiver:
             IntegrityError: the handoff is not for the part that `prefetch` announced.
             WeightSyncError: receiving or loading failed.
         """
-        loader, end = self._loader, self._require_end()
+        loader, end = self._require_loader(), self._require_end()
         self._require_open()
         staged, self._staged = self._staged, None
         loads, self._loads, self._compared = self._loads, [], ""  # forgotten if it fails
@@ -382,7 +396,7 @@ class WeightReceiver:
 
     def _read_back(self) -> dict[str, str]:
         """Return the digests of what the model holds; of what cannot be read back, those of what was handed over."""
-        held, arrived = self._loader.digests(), self._arrived.hex()
+        held, arrived = self._require_loader().digests(), self._arrived.hex()
         return {name: one or arrived.get(name, "") for name, one in held.items()}
 
     def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -397,7 +411,7 @@ class WeightReceiver:
         """End the load, so that `finish` does no work that can fail."""
         if not self._sealed:
             loads, self._loads = self._loads, []  # forgotten if it fails
-            self._loader.finish()
+            self._require_loader().finish()
             if arrived := self._arrived.hex():
                 self._compare(arrived, self._read_back())
                 self._compared = "" if self._in_slices else digest_of(arrived)
@@ -449,7 +463,7 @@ class WeightReceiver:
         self.held = WeightsState(landing=landing, empty=empty)  # first, as a version may be staged in another thread
         self._staged, self._loads = None, []
         self._expect(None)
-        self._loader.invalidate()
+        self._require_loader().invalidate()
 
     def abort(self) -> None:
         """End a wait that is in progress in another thread."""
@@ -460,6 +474,36 @@ class WeightReceiver:
         end, self._end = self._end, None
         if end is not None:
             end.close()
+        if self._alone is not None:
+            self._alone.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # for use without an engine, with TorchRL's method names
+
+    def register_model(self, model: Any) -> None:
+        """Set the model that receives weights; if it replaces another one, the trainer has to join again."""
+        loader, first = as_loader(model), self._loader is None
+        if self._end is not None:
+            self.close()
+        self.target, self._loader = model, loader
+        self._staged = self._part = None
+        self.held = WeightsState(base=0 if first else None, intact=first)
+
+    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
+        """Connect the worker end of a collective transport; other transports need no group."""
+        self._require_alone().init_all_workers_group(model_metadata)
+
+    def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
+        """Apply the newest version if one arrives within ``timeout`` seconds; return whether one did."""
+        received = self._require_alone().receive_weights(timeout, model=self._loader)
+        if received is not None:
+            self.version = self._require_alone().received_version
+        return received is not None
 
     def apply_weights(self, weights: Any) -> None:
         """Load ``weights`` (TensorDict or mapping) directly.
@@ -467,7 +511,7 @@ class WeightReceiver:
         Raises:
             ManifestError: they do not fit the model.
         """
-        source, loader = as_source(weights), self._loader
+        source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
         self.invalidate(empty=self.held.empty, torn=True)
         loader.start()
@@ -499,15 +543,26 @@ class WeightReceiver:
         self._within = Deadline(self._timeout_s, "the trainer")
         return self._within
 
-    def _require_patchable(self) -> Patchable:
-        if not isinstance(self._loader, Patchable):
-            raise ConfigError(f"a {type(self._loader).__name__} takes whole tensors only, not changes")
+    def _require_loader(self) -> WeightLoader:
+        if self._loader is None:
+            raise NotConnectedError("this receiver has no model", hint="call register_model(model)")
         return self._loader
+
+    def _require_patchable(self) -> Patchable:
+        loader = self._require_loader()
+        if not isinstance(loader, Patchable):
+            raise ConfigError(f"a {type(loader).__name__} takes whole tensors only, not changes")
+        return loader
 
     def _require_end(self) -> LandingEnd:
         if self._end is None:
             raise NotConnectedError("this receiver has not joined a transport", hint="connect first")
         return self._end
+
+    def _require_alone(self) -> StandaloneTransport:
+        if self._alone is None:
+            raise NotConnectedError("this receiver has no transport", hint="pass a transport to WeightReceiver")
+        return self._alone
 
 
 def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
