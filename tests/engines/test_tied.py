@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
+from tests.data.deltas.data import Listed
 from tests.engines import processed
 from tests.sync.ends import digests, made
 from torchrl_ext.base import messages
@@ -80,6 +81,24 @@ def loader(model):
     found.check(ParamMeta.of(*pair) for pair in weights().items())
     found.compare_start()
     return found
+
+
+def test_a_worker_never_holds_a_head_that_was_only_handed_over(loader):
+    loader.start()
+    with pytest.raises(ManifestError, match="one memory"):
+        loader.load(weights(head=1).items())
+    assert not loader.digests().items() >= digests(weights(head=1)).items()
+    loader.start()
+    loader.load(weights().items())
+    loader.finish()
+    assert loader.digests() == digests(weights())
+
+
+def test_changes_that_untie_head_and_embedding_are_not_staged(loader, model):
+    before = model.words.weight.clone()
+    with pytest.raises(ManifestError, match="one memory"):
+        loader.stage(Listed(digests=digests(weights(head=1))))
+    assert torch.equal(model.words.weight, before)
 
 
 def test_a_part_without_the_embedding_of_its_head_is_refused(loader):

@@ -27,8 +27,8 @@ from torchrl_ext.data.landing.placement import Landing, Placement, keeps_values,
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
-from torchrl_ext.data.weights.digests import Digests, PositionDigest, digests_of
-from torchrl_ext.data.weights.shared import UNCHANGED, Place, shared
+from torchrl_ext.data.weights.digests import Digests, PositionDigest, digests_of, position_digest
+from torchrl_ext.data.weights.shared import UNCHANGED, Place, refuse_digests, shared
 from torchrl_ext.engines.plugin import combine
 from torchrl_ext.engines.rehearsal import Rehearsal, Rehearsed, rehearse
 from torchrl_ext.engines.runtime import Reading
@@ -175,8 +175,8 @@ class EngineLoader(Rehearsed, Rehearsable):
         self._slices: Slices | None = None  # of this placement and these pieces, once they were asked for
         self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
-        self._handed: dict[str, str] = {}  # what the model's loader got, without digests
-        self._taken = Digests()  # of those that cannot be read back, if somebody will ask
+        self._handed: dict[str, str] = {}  # what the model's loader got, with a digest where that was needed at once
+        self._taken = Digests()  # of the others that cannot be read back, if somebody will ask
         self._staged: Mapping[str, PositionDigest] = {}
         self._expected: Mapping[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
@@ -507,10 +507,14 @@ class EngineLoader(Rehearsed, Rehearsable):
         """Yield what the model's loader takes; slices have no digests, as the transport has checked each block."""
         sliced = self._coming()
         direct = self._direct if sliced is None else sliced.direct
+        tied = set() if self._rehearsing else {place.name for places in self.shared for place in places}
         for name, tensor in pairs:
-            if self._needs_digests and not self.takes_slices and not self._readable(name):
+            digest = position_digest(tensor).hex() if name in tied and not self.takes_slices else ""
+            if name in tied:
+                refuse_digests(self.shared, {**self._handed, name: digest})
+            elif self._needs_digests and not self.takes_slices and not self._readable(name):
                 self._taken.add(name, tensor)
-            self._handed[name] = ""
+            self._handed[name] = digest
             if name not in direct:
                 yield name, tensor
             elif tensor is not self._targets.get(name):
@@ -607,6 +611,8 @@ class EngineLoader(Rehearsed, Rehearsable):
         self._whole = []
         self._refuse_asleep()
         self._refuse_moved()
+        if not self._rehearsing:
+            refuse_digests(self.shared, changes.digests)
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._load_together(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
