@@ -153,7 +153,7 @@ class Unprocessed:
     """
 
     group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
-    dtype, rejection, tied, asleep, copied = torch.float32, None, False, False, ()
+    dtype, dummy, rejection, tied, asleep, copied = torch.float32, None, None, False, False, ()
 
     def __init__(self, module, checkpoint):
         self.module, self.checkpoint = module, str(checkpoint)
@@ -186,6 +186,7 @@ class ProcessedModel(Unprocessed):
         knows: names of layer kinds whose processing the engine's own reload leaves out, and a repair makes.
         careless: take a weight for one that can be written in place although a product of it is multiplied.
         opaque: nobody knows what the model's loader writes to.
+        dummy: fills the model in the place of a checkpoint.
 
     Attributes:
         lacks: names of layer kinds whose processing the engine's own reload leaves out.
@@ -193,8 +194,9 @@ class ProcessedModel(Unprocessed):
 
     by_layer, lacks = True, frozenset()
 
-    def __init__(self, module, checkpoint="/nowhere", *, knows=(), careless=False, opaque=False):
+    def __init__(self, module, checkpoint="/nowhere", *, knows=(), careless=False, opaque=False, dummy=None):
         super().__init__(module, checkpoint)
+        self.dummy = dummy
         self._careless, self._opaque = careless, opaque
         self.repairs = {f"{kind}.process": self._processes(kind) for kind in knows}
 

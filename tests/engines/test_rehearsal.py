@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchrl_ext as tx
-from tests.engines.processed import PROBE, Absorbed, Model, Sabotage, checkpoint, outputs, processed
+from tests.engines.processed import PROBE, Absorbed, Model, ProcessedModel, Sabotage, checkpoint, outputs, processed
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.engines import runtime
+from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.rehearsal import changed, chosen_positions
 from torchrl_ext.engines.runtime import reachable
 from torchrl_ext.sync.local.inprocess import InProcessEngine
@@ -289,6 +290,26 @@ def test_a_tensor_belongs_to_the_nearest_module_that_keeps_it():
     model[1].kernel = [torch.rand(8)]
     model.every = [[model[1].kernel]]
     assert [reading.key for reading in reachable(model)] == ["1.kernel.0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_dummy_model_with_complex_parameter_is_rehearsed(dtype):
+    def made_up(tensor):
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        numbers.uniform_(0.5, 1, generator=torch.Generator().manual_seed(1234))
+
+    def complex_norm(seed):
+        return checkpoint(seed) | {"norm": torch.polar(torch.ones(8), checkpoint(seed)["norm"]).to(dtype)}
+
+    loader = EngineLoader(ProcessedModel(Model(dtype), dummy=made_up))
+    for parameter in loader.model.module.parameters():
+        made_up(parameter)
+    loader.model.close([layer for _, layer in loader.model.module.layers()])
+    sender, engine = sending(loader)
+    assert sender.update_weights(complex_norm(1)).proof == "rehearsed"
+    assert (
+        torch.equal(loader.model.module(PROBE), outputs(complex_norm(1))) and verdicts(engine)["Model"] == "by reload"
+    )
 
 
 @given(

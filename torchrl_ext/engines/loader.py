@@ -58,7 +58,7 @@ class EngineModel(Protocol):
 
     Attributes:
         module: the model; its ``load_weights`` takes (name, tensor) pairs of a checkpoint.
-        checkpoint: directory or name of the checkpoint that the engine was started with; "" if it loaded none.
+        checkpoint: directory or name of the checkpoint that the engine was started with.
         group: the tensor-parallel workers, on the CPU.
         alone: whether no other worker holds a part of the model.
         shared: whether workers hold different tensors, so that a tensor of the checkpoint may belong to another worker.
@@ -67,6 +67,8 @@ class EngineModel(Protocol):
         asleep: whether the engine has released the memory of the weights; on an accelerator, whoever reads it then ends
             the process.
         rejection: error of an engine whose settings exclude updates; None if it accepts them.
+        dummy: fills a tensor, with the shape and attributes of a runtime parameter, with the numbers that the engine
+            generated instead of loading a checkpoint; None if it loaded one.
         by_layer: whether `open` rebuilds single layers, so that each must be loaded as a whole.
         kept: last parts of the names of runtime tensors that keep their memory and bytes while their layer is rebuilt.
         repairs: steps that the engine's own processing leaves out after a load, by name: each takes the module and the
@@ -82,6 +84,7 @@ class EngineModel(Protocol):
     tied: bool
     asleep: bool
     rejection: ConfigError | None
+    dummy: Callable[[Tensor], Any] | None
     by_layer: bool
 
     @property
@@ -279,7 +282,15 @@ class EngineLoader(Rehearsed, Rehearsable):
         self.compare_start()
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        return self._start_tensors() if self._shapes else None
+        """Return a new pass over the engine's start weights, under an update's names; None if unknown.
+
+        If the engine generated its weights, the parts of other workers are zero here.
+        """
+        if self.model.dummy is None:
+            return self._start_tensors() if self._shapes else None
+        if self._placement is None or not all(map(_is_exact, self._placement.landings.values())):
+            return None  # what a loader computes from checkpoint tensors cannot be undone
+        return self._dummy_checkpoint(self._placement, self.model.dummy)
 
     def _start_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the start checkpoint's tensors that an update has, too; in its dtypes if that loses nothing."""
@@ -288,6 +299,19 @@ class EngineLoader(Rehearsed, Rehearsable):
             if name in dtypes:
                 exact = dtypes[name] == self.model.dtype or keeps_values(tensor.dtype, dtypes[name])
                 yield name, tensor.to(dtypes[name]) if exact else tensor
+
+    def _dummy_checkpoint(self, placement: Placement, dummy: Callable[[Tensor], Any]) -> Iterator[tuple[str, Tensor]]:
+        device = next(self.model.module.parameters()).device  # random numbers differ between devices
+        for meta in placement.params:
+            landings = placement.landings[meta.name]
+            tensor = torch.zeros(meta.shape, dtype=landings[0].dtype if landings else meta.dtype)
+            for landing in landings:
+                form = self._stand_ins.tensors[landing.param]
+                filled = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=device).zero_()
+                vars(filled).update(vars(form))
+                dummy(filled)
+                landing.source.of(tensor).copy_(landing.target.of(filled))
+            yield meta.name, tensor
 
     def _placed(self, params: tuple[ParamMeta, ...]) -> Placement | None:
         """Run the model's loader over stand-ins, and return what lands where; None where that is not known."""
@@ -716,6 +740,6 @@ def _is_exact(landings: Iterable[Landing]) -> bool:
 def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a checkpoint on this machine by name; nothing for any other."""
     try:
-        return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()} if checkpoint else {}
+        return {meta.name: meta.shape for meta in CheckpointSource(checkpoint).params()}
     except (ConfigError, IntegrityError):
         return {}

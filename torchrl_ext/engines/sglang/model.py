@@ -7,11 +7,13 @@ loader alone can do the writing, between `restore_weights_before_loading` and `p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+from sglang.srt.model_loader import weight_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor, distributed, nn
 
@@ -39,13 +41,14 @@ class SGLangModel:
 
     def __init__(self, runner: Any) -> None:
         self.module: nn.Module = runner.model
-        start = started_with(self.module, runner.model_config)
-        self.checkpoint = "" if str(runner.server_args.load_format) == "dummy" else start
+        self.checkpoint = started_with(self.module, runner.model_config)
         self.group = get_tp_group().cpu_group
         self.alone = distributed.get_world_size(self.group) == 1
         self.shared = any(getattr(layer, "moe_ep_size", 1) > 1 for layer in self.module.modules())  # expert parallelism
         self.dtype = next(self.module.parameters()).dtype
         self.tied = bool(getattr(getattr(self.module, "config", None), "tie_word_embeddings", False))
+        dummy = str(runner.server_args.load_format) == "dummy"
+        self.dummy: Callable[[Tensor], Any] | None = _fill if dummy else None
         self.prepared = False
         self._packs = _packs(self.module)
         self.rejection: ConfigError | None = None
@@ -101,3 +104,8 @@ def _stand_in(tensor: Tensor) -> Tensor:
     found.__class__ = tensor.__class__
     found.__dict__ = dict(tensor.__dict__)
     return found
+
+
+def _fill(tensor: Tensor) -> None:
+    """Fill a tensor as `DummyModelLoader` fills a parameter; SGLang takes those of a whole model."""
+    weight_utils.initialize_dummy_weights(SimpleNamespace(state_dict=lambda: {"": tensor}))

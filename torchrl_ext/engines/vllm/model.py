@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.data.weights.checkpoint import revised
@@ -58,13 +59,14 @@ class VLLMModel:
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._config, self._quantised = config, vllm_config.quant_config is not None
         self.module = module
-        start = revised(config.model, getattr(config, "revision", None))
-        self.checkpoint = "" if vllm_config.load_config.load_format == "dummy" else start
+        self.checkpoint = revised(config.model, getattr(config, "revision", None))
         self.group = get_tp_group().cpu_group
         self.alone = parallel.world_size == 1
         self.shared = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
         self.dtype: torch.dtype = config.dtype
         self.tied = bool(getattr(config.hf_config.get_text_config(), "tie_word_embeddings", False))
+        dummy = vllm_config.load_config.load_format == "dummy"
+        self.dummy = initialize_single_dummy_weight if dummy else None
         self.rejection: ConfigError | None = None
         if parallel.enable_eplb:
             self.rejection = rebalanced()
