@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +41,7 @@ from types import SimpleNamespace
 def get_layerwise_info(layer):
     return SimpleNamespace(can_load=lambda: False)
 """
+EXECUTOR = "vllm/v1/executor/multiproc_executor.py"
 WHOLE = {
     "vllm/__init__.py": "__version__ = '1000.0'",
     FACTORY: "class WeightTransferEngineFactory:\n register_engine = print\n"
@@ -49,6 +53,7 @@ WHOLE = {
     " async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None): return [0, 1]\n"
     " async def call_utility_all_async(self, name, method, timeout, args, kwargs): return [[0, 1], [2, 3]]",
     CORE: "class EngineCore:\n def resume_scheduler(self): pass",
+    EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): return self.response_mqs",
 }
 
 
@@ -88,11 +93,12 @@ HALF = {**BARE, HOOKS: REGISTRY, MANAGER: "class SchedulerWeightUpdaterManager:\
         ("vLLM 0.32.0", {FACTORY: "registry = {}"}, "WeightTransferEngineFactory"),
         ("vLLM 0.32.0", {FACTORY: "class WeightTransferEngineFactory:\n def register_engine(name): 1"}, "TypeError"),
         ("vLLM 0.32.0", {WORKERS: "class Worker: pass"}, "WorkerBase"),
+        ("vLLM 0.32.0", {EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): 1"}, "read its response_mqs"),
         ("SGLang 0.5.23", BARE, ""),
         ("SGLang 0.5.23", {**BARE, HOOKS: "x = 1"}, ""),
         ("SGLang 0.5.23", HALF, ""),
     ],
-    ids=["factory", "arguments", "workers", "no hooks", "registry", "own loads elsewhere"],
+    ids=["factory", "arguments", "workers", "replies", "no hooks", "registry", "own loads elsewhere"],
 )
 def test_an_engine_of_another_release_starts_and_says_so_once(ran, needs, files, words):
     plugin = needs.partition(" ")[0].lower()
@@ -260,6 +266,79 @@ def test_every_replica_is_heard(ran):
     """vLLM's client returns what the workers of the first replica say."""
     said, log = ran(stand_in(), REPLICAS)
     assert said == "[0, 1, 2, 3]\n[0, 1]\n", log
+
+
+class Queue(deque):
+    """A worker's replies; the first ``late`` reads come too early for any."""
+
+    late = 0
+
+    def dequeue(self, timeout=None):
+        if self.late:
+            self.late -= 1
+            raise TimeoutError
+        return self.popleft()
+
+
+class Executor:
+    """Two workers. A reply is what was called, the number of the call, and by whom; to what is unknown, an error."""
+
+    def __init__(self):
+        self.queues = self.response_mqs = [Queue(), Queue()]
+        self.futures, self.calls = [], 0
+
+    def collective_rpc(self, method, timeout=None, non_block=False, unique_reply_rank=None):
+        self.calls += 1
+        for rank, queue in enumerate(self.queues):
+            if unique_reply_rank in (None, rank):
+                queue.append((method != "unknown", (method, self.calls, rank)))
+        queues = self.response_mqs
+        if unique_reply_rank is not None:
+            queues = (queues[unique_reply_rank],)
+        future = SimpleNamespace(queues=queues, timeout=timeout, found=[])
+        self.futures.append(future)
+        return future if non_block else self.result(future)
+
+    def result(self, wanted):
+        while self.futures:
+            future = self.futures.pop(0)
+            try:
+                for queue in future.queues:
+                    good, reply = queue.dequeue(timeout=future.timeout)
+                    if not good:
+                        raise RuntimeError(reply)
+                    future.found.append(reply)
+            except (RuntimeError, TimeoutError):
+                if future is wanted:
+                    raise
+        return wanted.found
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    module = SimpleNamespace(MultiprocExecutor=type("MultiprocExecutor", (Executor,), dict(vars(Executor))))
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.multiproc_executor", module)
+    vllm_register._keep_in_step()
+    return module.MultiprocExecutor()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_call_that_fails_leaves_no_reply_to_the_next(executor, late):
+    def both(method):
+        assert executor.collective_rpc(method) == [(method, executor.calls, rank) for rank in range(2)]
+
+    both("state")
+    for _ in range(2):
+        executor.queues[0].late = late
+        with pytest.raises(TimeoutError if late else RuntimeError):
+            executor.collective_rpc("unknown", timeout=1)
+        steps = [executor.collective_rpc("step", non_block=True, unique_reply_rank=0) for _ in range(2)]
+        executor.collective_rpc("unknown", non_block=True)
+        both("state")
+        assert [step.found for step in steps] == [[("step", executor.calls - 3 + place, 0)] for place in range(2)]
+        assert executor.collective_rpc("step", unique_reply_rank=1) == [("step", executor.calls, 1)]
+        both("state")
+    assert not any(executor.queues)
 
 
 def test_sglangs_own_ways_to_load_are_seen_by_whatever_name(tmp_path):

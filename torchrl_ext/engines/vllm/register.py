@@ -5,15 +5,16 @@ which ``POST /collective_rpc`` calls on all of them where ``VLLM_SERVER_DEV_MODE
 and returns the answer. Only the first message makes what handles them (`torchrl_ext.engines.vllm.worker`).
 
 Beside that, workers notice when vLLM itself loads weights or releases their memory; an engine that holds a part of a
-version stays paused, whoever resumes it; and an engine's configuration (``/server_info``) says that the plugin is
-there.
+version stays paused, whoever resumes it; no reply of a worker is ever taken for that to another call; and an engine's
+configuration (``/server_info``) says that the plugin is there.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +45,7 @@ def register() -> None:
 
 
 def _use() -> None:
+    _keep_in_step()
     _hear_replicas()
     _extend_workers()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -224,3 +226,68 @@ def _hear_replicas() -> None:
         return [row for rows in found for row in rows]
 
     AsyncMPClient.collective_rpc_async = of_all
+
+
+def _keep_in_step() -> None:
+    """Have vLLM's executor of several workers pass over the replies that it left unread when a call failed.
+
+    `MultiprocExecutor.collective_rpc` reads the replies to a call in order of rank, and raises at the
+    first bad one: those behind it would answer the next call, and so on for good.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    call = MultiprocExecutor.collective_rpc
+    if "response_mqs" not in call.__code__.co_names:
+        raise AttributeError("MultiprocExecutor.collective_rpc does not read its response_mqs")
+
+    @functools.wraps(call)
+    def in_step(executor: Any, *args: Any, **settings: Any) -> Any:
+        if not isinstance(executor.response_mqs, _Replies):
+            executor.response_mqs = _Replies(executor.response_mqs)
+        return call(executor, *args, **settings)
+
+    MultiprocExecutor.collective_rpc = in_step
+
+
+class _Replies(Sequence[Any]):
+    """The queues of workers' replies: the next call reads either one worker's, or all of them in turn."""
+
+    def __init__(self, queues: Sequence[Any]) -> None:
+        self._queues = [(queue, deque[_Reply]()) for queue in queues]
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __getitem__(self, rank: Any) -> Any:
+        queue, due = self._queues[rank]
+        return _Reply(queue, due, [])
+
+    def __iter__(self) -> Iterator[Any]:
+        call: list[_Reply] = []
+        return iter([_Reply(queue, due, call) for queue, due in self._queues])
+
+
+class _Reply:
+    """A worker's queue as one call reads it. Calls are read in the order in which they were sent.
+
+    Args:
+        queue: vLLM's `MessageQueue`.
+        due: the calls that the worker has answered, or will, and whose replies nobody has read.
+        call: the replies to this call; empty once the first was asked for, as all of its workers answer then.
+    """
+
+    def __init__(self, queue: Any, due: deque[_Reply], call: list[_Reply]) -> None:
+        self._queue, self._due, self._call = queue, due, call
+        call.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def dequeue(self, *args: Any, **settings: Any) -> Any:
+        while self._call:
+            one = self._call.pop()
+            one._due.append(one)
+        while True:
+            reply = self._queue.dequeue(*args, **settings)
+            if self._due.popleft() is self:
+                return reply
