@@ -95,10 +95,10 @@ def test_a_worker_never_holds_a_head_that_was_only_handed_over(loader):
 
 
 def test_changes_that_untie_head_and_embedding_are_not_staged(loader, model):
-    before = model.words.weight.clone()
+    before = model.module.words.weight.clone()
     with pytest.raises(ManifestError, match="one memory"):
         loader.stage(Listed(digests=digests(weights(head=1))))
-    assert torch.equal(model.words.weight, before)
+    assert torch.equal(model.module.words.weight, before)
 
 
 def test_a_part_without_the_embedding_of_its_head_is_refused(loader):
