@@ -60,7 +60,7 @@ VALUES = {
         st.builds(ParamMeta, WORDS, st.sampled_from([torch.bfloat16, torch.int8]), SHAPES), max_size=3
     ).map(tuple),
     Part: st.builds(Part, base=COUNTS, names=st.frozensets(WORDS, min_size=1, max_size=3)),
-    messages.RehearsePolicy: st.sampled_from(["once", "never", "always"]),
+    messages.RehearsePolicy: st.sampled_from(["once", "never"]),
     messages.WeightsLost: st.sampled_from(["gone", "reloaded"]),
     messages.WorldSize: st.integers(1, 1 << 20),
 }
@@ -101,7 +101,7 @@ def test_words_of_a_transport_meet_no_field_of_an_envelope():
         (LOAD, {"kind": "pigeon"}, "no message of kind 'pigeon'.*one of .*join.*load"),
         (LOAD, {"kind": "connected"}, "no message of kind"),
         (JOIN, {"params": [["w", "float9", [1]]]}, r"'float9' is not a dtype.* at `\$.params\[0\]\[1\]`"),
-        (REHEARSE, {"how": "once\n"}, r"once\|never\|always.* at `\$.how`"),
+        (REHEARSE, {"how": "once\n"}, r"once\|never.* at `\$.how`"),
         (PREFETCH, {"part": {"base": 6, "names": []}}, r"length >= 1 - at `\$.part.names`"),
     ],
 )  # fmt: skip

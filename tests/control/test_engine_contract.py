@@ -217,7 +217,7 @@ def test_whatever_an_engine_answers_the_error_is_ours(port, trainers):
         for number, junk in enumerate(JUNK):
             engine = client(fake, load_timeout_s=0.05, **({"flush_timeout_s": 0.05} if fake.kind == "sglang" else {}))
             steps = [step for name, step in trainers[0].steps(engine, NEXT).items() if name != "verify"]
-            others = [partial(engine.logprobs, [[3, 4]]), partial(engine.rehearse, "always")]
+            others = [partial(engine.logprobs, [[3, 4]]), partial(engine.rehearse)]
             others += [partial(engine.sleep, 2)] if follows(port, "sleep") else []
             calls = (engine.info, *steps, *others, engine.pause, engine.resume, engine.wake_up, engine.look)
             for turn, call in enumerate(calls):

@@ -145,7 +145,39 @@ def processed(folder, *, sabotage=None, lacks=(), **how):
     return EngineLoader(started)
 
 
-class ProcessedModel:
+class Unprocessed:
+    """What a loader sees of a model that computes with its weights as they are loaded, in an engine's only worker.
+
+    Attributes:
+        copied: as of `StandIns`.
+    """
+
+    group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
+    dtype, dummy, rejection, tied, asleep, copied = torch.float32, None, None, False, False, ()
+
+    def __init__(self, module, checkpoint):
+        self.module, self.checkpoint = module, str(checkpoint)
+
+    @contextmanager
+    def stand_ins(self):
+        def form(layer):
+            own = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
+            return {name: nn.Parameter(torch.empty_like(tensor, device="meta")) for name, tensor in own.items()}, {}
+
+        with swapped(self.module, form) as tensors:
+            yield StandIns(tensors, {name: tensor.numel() for name, tensor in tensors.items()}, self.copied)
+
+    def open(self, layers):
+        return ()
+
+    def close(self, layers):
+        """Process nothing."""
+
+    def readings(self):
+        return reachable(self.module)
+
+
+class ProcessedModel(Unprocessed):
     """A `Model` as loaders of engines see theirs.
 
     Args:
@@ -160,18 +192,11 @@ class ProcessedModel:
         lacks: names of layer kinds whose processing the engine's own reload leaves out.
     """
 
-    group, alone, shared, dtype, tied, rejection = (
-        SimpleNamespace(size=lambda: 1),
-        True,
-        False,
-        torch.float32,
-        False,
-        None,
-    )
-    by_layer, kept, lacks, asleep = True, (), frozenset(), False
+    by_layer, lacks = True, frozenset()
 
     def __init__(self, module, checkpoint="/nowhere", *, knows=(), careless=False, opaque=False, dummy=None):
-        self.module, self.checkpoint, self.dummy = module, str(checkpoint), dummy
+        super().__init__(module, checkpoint)
+        self.dummy = dummy
         self._careless, self._opaque = careless, opaque
         self.repairs = {f"{kind}.process": self._processes(kind) for kind in knows}
 
@@ -207,9 +232,6 @@ class ProcessedModel:
         for kind in KINDS:
             if kind.__name__ not in self.lacks:
                 self._processes(kind.__name__)(self.module, layers)
-
-    def readings(self):
-        return reachable(self.module)
 
     def _processes(self, kind):
         def process(module, layers):

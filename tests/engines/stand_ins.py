@@ -145,7 +145,7 @@ class SGLang(Engine):
             return True, "loaded by SGLang", 0
 
         async def update(request):
-            fields = {"abort_all_requests": False, "load_format": None, "weight_version": None, "flush_cache": True}
+            fields = {"abort_all_requests": False, "load_format": None, "weight_version": None}
             fields |= await request.json()
             success, message, paused = await sglang_routes.update(theirs, self, SimpleNamespace(**fields), request)
             content = {"success": success, "message": message, "num_paused_requests": paused}

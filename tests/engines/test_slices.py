@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.engines.processed import Unprocessed
 from torchrl_ext.base.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.data.landing.sliced import Sliced, part_of
 from torchrl_ext.data.weights.blocks import Block
@@ -112,7 +113,7 @@ class Model(nn.Module):
             self.norm.scale.data.copy_(tensor.reshape(1))
 
 
-class Sharded:
+class Sharded(Unprocessed):
     """What a loader sees of a rank's `Model`: ``down`` is packed after it was loaded, and opened for a load.
 
     Args:
@@ -122,13 +123,12 @@ class Sharded:
         derives: keep a copy of ``qkv`` to compute with, which loads of the whole model bring up to date.
     """
 
-    group, alone, shared, dtype, tied, rejection, dummy = None, False, True, torch.float32, False, None, None
-    kept, repairs, asleep = (), {}, False
+    group, alone, shared = None, False, True
 
     def __init__(self, module, checkpoint, *, anew=False, derives=False):
         save_file(weights(0), checkpoint / "model.safetensors")
-        self.module, self.checkpoint, self.by_layer = module, str(checkpoint), anew
-        self._derives, self.opened = derives, []
+        super().__init__(module, checkpoint)
+        self.by_layer, self._derives, self.opened = anew, derives, []
 
     @contextmanager
     def stand_ins(self):
@@ -157,9 +157,6 @@ class Sharded:
             pack(self.module.down)
         if self._derives and len(layers) == len([*self.module.children()]):
             derive(self.module)
-
-    def readings(self):
-        return reachable(self.module)
 
 
 def empty(shape, device="cpu"):

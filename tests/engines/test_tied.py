@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,59 +14,37 @@ from tests.sync.ends import digests, made
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
 from torchrl_ext.base.types import ParamMeta
-from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.rehearsal import changed, reverting_changes
-from torchrl_ext.engines.runtime import reachable
 from torchrl_ext.sync.local.inprocess import InProcessEngine
 
 SHAPE = 6, 4
 
 
-class TiedModel(nn.Module):
+class Net(nn.Module):
     """An embedding under a name of its own, and a head that is the same parameter.
 
-    Args:
-        folder: the checkpoint that it was started with.
-        form: ``"plain"``; ``"packed"``, which cannot be read back; or ``"written over"``: a head that comes is written
-            over the embedding, and otherwise passed over.
+    ``form`` is ``"plain"``; ``"packed"``, which cannot be read back; or ``"written over"``: a head that comes is
+    written over the embedding, and otherwise passed over.
     """
 
-    dtype, dummy, rejection, tied, asleep = torch.float32, None, None, True, False
-    group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
-
-    def __init__(self, folder, form):
+    def __init__(self, form):
         super().__init__()
-        self.checkpoint = str(folder)
         self.words, self.lm_head = nn.Embedding(*SHAPE), nn.Linear(*SHAPE[::-1], bias=False)
-        self.lm_head.weight, self._form = self.words.weight, form
-
-    @property
-    def module(self):
-        return self
-
-    @contextmanager
-    def stand_ins(self):
-        def form(layer):
-            own = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
-            return {name: nn.Parameter(torch.empty_like(tensor, device="meta")) for name, tensor in own.items()}, {}
-
-        copied = [self.words.weight.data_ptr()] if self._form == "packed" else []
-        with swapped(self, form) as tensors:
-            yield StandIns(tensors, {name: tensor.numel() for name, tensor in tensors.items()}, copied)
+        self.lm_head.weight, self.form = self.words.weight, form
 
     def load_weights(self, pairs):
         for name, tensor in pairs:
-            if name == "words.weight" or self._form == "written over":
+            if name == "words.weight" or self.form == "written over":
                 self.get_parameter(name).data.copy_(tensor)
 
-    def open(self, layers):
-        return ()
 
-    def close(self, layers):
-        return None
+class Tied(processed.Unprocessed):
+    tied = True
 
-    def readings(self):
-        return reachable(self)
+    @property
+    def copied(self):
+        return [self.module.words.weight.data_ptr()] if self.module.form == "packed" else []
 
 
 def weights(head=0.0, seed=0):
@@ -81,23 +56,23 @@ def weights(head=0.0, seed=0):
 def model(request, tmp_path):
     start = {"words.weight": weights()["words.weight"]}
     save_file(start, tmp_path / "model.safetensors")
-    found = TiedModel(tmp_path, request.param)
-    found.load_weights(start.items())
-    return found
+    net = Net(request.param)
+    net.load_weights(start.items())
+    return Tied(net, tmp_path)
 
 
 @pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
 def test_a_head_that_lands_nowhere_has_to_equal_its_embedding(model, transport, tmp_path):
-    engine = InProcessEngine(tx.WeightReceiver(EngineLoader(model)))
+    engine, net = InProcessEngine(tx.WeightReceiver(EngineLoader(model))), model.module
     with tx.WeightSender(made(transport, tmp_path / "root"), engine) as sender:
         for version in range(1, 3):
-            before = model.words.weight.clone()
+            before = net.words.weight.clone()
             with pytest.raises(UpdateError, match="one memory"):
                 sender.update_weights(weights(head=1, seed=version))
-            assert torch.equal(model.words.weight, before)
+            assert torch.equal(net.words.weight, before)
             assert engine.serving.is_set()
             sender.update_weights(weights(seed=version))
-            assert torch.equal(model.lm_head.weight, weights(seed=version)["words.weight"])
+            assert torch.equal(net.lm_head.weight, weights(seed=version)["words.weight"])
 
 
 @pytest.fixture
@@ -120,10 +95,10 @@ def test_a_worker_never_holds_a_head_that_was_only_handed_over(loader):
 
 
 def test_changes_that_untie_head_and_embedding_are_not_staged(loader, model):
-    before = model.words.weight.clone()
+    before = model.module.words.weight.clone()
     with pytest.raises(ManifestError, match="one memory"):
         loader.stage(Listed(digests=digests(weights(head=1))))
-    assert torch.equal(model.words.weight, before)
+    assert torch.equal(model.module.words.weight, before)
 
 
 def test_a_part_without_the_embedding_of_its_head_is_refused(loader):
@@ -133,10 +108,10 @@ def test_a_part_without_the_embedding_of_its_head_is_refused(loader):
 
 
 def test_a_head_whose_embedding_is_unknown_is_refused(tmp_path):
-    model = TiedModel(tmp_path, "plain")
-    model.lm_head = nn.Linear(*SHAPE[::-1], bias=False)
+    net = Net("plain")
+    net.lm_head = nn.Linear(*SHAPE[::-1], bias=False)
     with pytest.raises(ManifestError, match=r"no parameter 'lm_head\.weight'"):
-        EngineLoader(model).check(ParamMeta.of(*pair) for pair in weights().items())
+        EngineLoader(Tied(net, tmp_path)).check(ParamMeta.of(*pair) for pair in weights().items())
 
 
 class TestReplacedMemory:

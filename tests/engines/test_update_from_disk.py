@@ -98,11 +98,9 @@ def test_a_delta_lands_and_the_callers_pause_stays(engine, history):
     assert serves(engine, history[2]) and engine.label == "two" and engine.paused
 
 
-@pytest.mark.parametrize("flush", [True, False])
-def test_load_drops_the_cache_unless_flush_cache_is_false(engine, history, flush):
-    ask(engine, LOAD, delta(history, 1, flush_cache=flush))
-    assert engine.dropped == flush and serves(engine, history[1])
-    assert engine.kind != "vllm" or engine.label == "1"  # which its workers confirmed
+def test_a_load_drops_what_was_cached_with_older_weights(engine, history):
+    ask(engine, LOAD, delta(history, 1))
+    assert engine.dropped == 1 and serves(engine, history[1]) and engine.label == "1"
 
 
 def test_invalid_load_request_gets_400_and_changes_no_weights(engine, history):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
+from tests.engines.embedded import served_here
+from tests.engines.processed import Unprocessed
 from tests.lag import device
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import python
@@ -25,8 +26,7 @@ from torchrl_ext.base.messages import Finish, Poll, Prefetch, Rehearse, Start
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines import loader as engine_loader
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
-from torchrl_ext.engines.loader import EngineLoader, StandIns, swapped
-from torchrl_ext.engines.runtime import reachable
+from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.sync.engine_worker import EngineWorker
 from torchrl_ext.testing import WAIT_S, same_bits
 
@@ -53,32 +53,12 @@ class Model(nn.Module):
             own[name].copy_(tensor)
 
 
-class Seen:
+class Seen(Unprocessed):
     """What a loader of engines sees of a `Model`."""
-
-    group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
-    dtype, dummy, rejection, tied, asleep = torch.float32, None, None, False, False
 
     def __init__(self, folder):
         save_file(weights(0), folder / "model.safetensors")
-        self.module, self.checkpoint = Model(), str(folder)
-
-    @contextlib.contextmanager
-    def stand_ins(self):
-        def form(layer):
-            return {name: torch.empty_like(tensor, device="meta") for name, tensor in layer._parameters.items()}, {}
-
-        with swapped(self.module, form) as tensors:
-            yield StandIns(tensors, {name: tensor.numel() for name, tensor in tensors.items()})
-
-    def open(self, layers):
-        return ()
-
-    def close(self, layers):
-        pass
-
-    def readings(self):
-        return reachable(self.module)
+        super().__init__(Model(), folder)
 
     @contextlib.contextmanager
     def sleeping(self):
@@ -196,7 +176,8 @@ def test_a_sender_joins_an_embedded_engine_that_sleeps(lag, level, name, tmp_pat
     transport = tx.make_transport(name.split()[0], timeout_s=WAIT_S, **settings)
     with (
         torch.Stream(lag) if level == 2 else contextlib.nullcontext(),
-        tx.WeightSender(transport, tx.make_engine("inprocess", engine=engine)) as sender,
+        served_here(engine) as server,
+        tx.WeightSender(transport, tx.connect(server.url)) as sender,
     ):
         sender.init_all_workers_group({name: (one.dtype, one.shape) for name, one in as_source(policy)})
         for _ in range(2):
@@ -208,4 +189,3 @@ def test_a_sender_joins_an_embedded_engine_that_sleeps(lag, level, name, tmp_pat
                 torch.accelerator.synchronize(f"lag:{index}")
             held = dict(engine._model.named_parameters())
             assert all(same_bits(one.detach().cpu(), held[name].cpu()) for name, one in policy.named_parameters())
-    engine.close()

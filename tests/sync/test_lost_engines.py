@@ -82,18 +82,6 @@ def test_engine_killed_while_joining_does_not_block_the_others(name, server, che
         assert told.value.rows[0].version == told.value.report.version and follows(policy, server)
 
 
-def test_engine_killed_between_updates_does_not_keep_the_next_from_the_others(server, checkpoint, tmp_path):
-    policy = tiny_model(seed=1)
-    with EmbeddedServer(checkpoint, dtype="float32") as lost:
-        sender = tx.WeightSender(made("collective", tmp_path, timeout_s=20), tx.connect(server.url, lost.url))
-        first = sender.update_weights(policy).version
-    step(policy, 4)
-    with sender, pytest.raises(UpdateError, match=lost.url) as told:
-        sender.update_weights(policy)
-    assert [(row.state, row.version) for row in told.value.rows] == [("serving", first + 1), ("unreachable", first)]
-    assert follows(policy, server)
-
-
 def test_without_any_engine_that_answers_nothing_begins(tmp_path):
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), Fleet([tx.make_engine("embedded", url=url) for url in urls]))

@@ -98,11 +98,6 @@ def test_replica_without_the_version_fails_the_update(first, words, tmp_path):
     asyncio.run(switch())
 
 
-def test_a_setting_that_torchrls_engines_do_not_take_is_named():
-    with pytest.raises(ConfigError, match=r"does not take these settings.*loop"):
-        tx.make_engine("ray", engine=LocalLLMWrapper(LLM(talker(0)), 1, "net"), loop=None)
-
-
 @pytest.mark.parametrize("transport", ["collective", "delta", "disk", "ipc"])
 def test_an_llm_in_torchrls_wrapper_says_what_the_trainer_says(transport, tmp_path):
     llm = LLM(talker(0))

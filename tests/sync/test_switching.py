@@ -12,31 +12,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from tests.sync.ends import same
 from tests.sync.vllm_objects import AsyncLLM, net
-from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
-    EngineError,
     EngineRefusedError,
     EngineUnreachableError,
     ManifestError,
-    TransportError,
     UpdateError,
     WeightSyncError,
 )
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.engines.embedded.engine import EmbeddedEngine
-from torchrl_ext.engines.embedded.sampling import GenerateRequest
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for seed in (0, 1):
-        tiny_checkpoint(folder / f"seed{seed}", seed)
-    tiny_checkpoint(folder / "wide", 2, hidden_size=64)
-    return folder
 
 
 @pytest.fixture
@@ -65,11 +50,6 @@ def on_a_loop(test):
 
 def states(module):
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def submitted(engine, count):
-    body = {"token_ids": PROMPT, "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True}}
-    return engine.scheduler.submit(GenerateRequest.from_json(body, "request")).future
 
 
 class TestModule:
@@ -142,87 +122,6 @@ class TestModule:
         assert sorted(versions) == [1, 2, 3, 4, 5, 6] and same(served, others[versions.index(6)])
 
 
-class TestEmbedded:
-    @pytest.fixture
-    def engine(self, place):
-        made = EmbeddedEngine(str(place / "seed0"), dtype="float32")
-        yield made
-        made.close()
-
-    def says(self, engine, seed):
-        """Whether the engine generates the tokens of a tiny model."""
-        (output,) = submitted(engine, 8).result(60)
-        return list(output.token_ids) == greedy(tiny_model(seed), PROMPT, 8)
-
-    def test_checkpoint_switch_refuses_other_model_or_asleep_engine(self, engine, place):
-        online = tx.make_engine("inprocess", engine=engine, pause_mode="wait")
-        for seed in (1, 0):
-            assert run(online.update_model_weights(place / f"seed{seed}")).verified and self.says(engine, seed)
-        with pytest.raises(UpdateError, match=r"lm_head.*\[512, 64\]"):
-            run(online.update_model_weights(place / "wide"))
-        engine.sleep(1, "abort", 10)
-        with pytest.raises(EngineError, match="asleep"):
-            run(online.update_model_weights(place / "seed1"))
-        engine.wake_up(None)
-        assert self.says(engine, 0)
-
-    def test_other_senders_weights_need_whole_checkpoint_to_switch(self, engine, place, failures, tmp_path):
-        online, layer = tx.make_engine("inprocess", engine=engine), {"lm_head.weight": torch.zeros(512, 128)}
-        with tx.WeightSender(tx.DiskTransport(tmp_path), tx.make_engine("inprocess", engine=engine)) as trainer:
-            for before in ("nothing", "a switch"):
-                trainer.update_weights(tiny_model(5))
-                if before == "a switch":
-                    trainer.shutdown()
-                with pytest.raises(UpdateError, match=r"another sender's weights.*whole checkpoint"):
-                    run(online.update_model_weights_from_state_dict(layer))
-                assert self.says(engine, 5)
-                if before == "nothing":
-                    run(online.update_model_weights(place / "seed1"))
-                    assert self.says(engine, 1)
-        failures.append(TransportError("it fails"))
-        with pytest.raises(WeightSyncError, match="came from another sender and cannot be restored"):
-            run(online.update_model_weights(place / "seed1"))
-        assert engine.scheduler.paused
-        run(online.update_model_weights(place / "seed1"))
-        assert self.says(engine, 1)
-
-    def test_a_start_directory_that_was_saved_into_is_not_put_back(self, tmp_path, failures):
-        tiny_checkpoint(tmp_path, 0)
-        engine = EmbeddedEngine(str(tmp_path), dtype="float32")
-        online = tx.make_engine("inprocess", engine=engine)
-        tiny_checkpoint(tmp_path, 3)
-        failures.append(TransportError("it fails"))
-        with pytest.raises(UpdateError, match=r"it fails(.|\n)*could not be restored either: .*model\.safetensors"):
-            run(online.update_model_weights_from_state_dict(tiny_model(1).state_dict()))
-        assert engine.scheduler.paused
-        run(online.update_model_weights(tmp_path))
-        assert self.says(engine, 3)
-        engine.close()
-
-    @pytest.mark.parametrize("kept", [False, True])
-    def test_frozen_request_keeps_kv_cache_only_with_keep_cache(self, engine, place, kept):
-        online, begun, frozen = tx.make_engine("inprocess", engine=engine, keep_cache=kept), [], threading.Event()
-
-        def note(*_):
-            begun.append(None)
-            if len(begun) == 5:
-                frozen.set()
-                Deadline(60).poll(lambda: engine.scheduler.paused, "nobody paused")
-
-        engine._model.register_forward_pre_hook(note)
-        old, new, running = tiny_model(0), tiny_model(1), submitted(engine, 24)
-        assert frozen.wait(60)
-        report = run(online.update_model_weights(place / "seed1"))
-        (output,) = running.result(60)
-        first = greedy(old, PROMPT, 5)
-        over_old_keys = greedy_over_kept_keys([old, new], [5], count=24)
-        anew = first + greedy(new, PROMPT + first, 19)
-        assert over_old_keys != anew  # else this test could not tell
-        assert output.token_ids == (over_old_keys if kept else anew)
-        spans = [("default", 5), (str(report.version), 24)]
-        assert [(span["version"], span["end"]) for span in output.spans] == spans and self.says(engine, 1)
-
-
 class TestVLLM:
     """A stand-in for vLLM's `AsyncLLM`, in sleep mode."""
 
@@ -248,6 +147,22 @@ class TestVLLM:
         with pytest.raises(UpdateError, match=r"it fails here(.|\n)*could not be restored either: .*0/model\.safe"):
             await engine.update_model_weights(tmp_path / "1")
         assert not llm.fake.serving and not same(llm.model, net(5))
+
+    @on_a_loop
+    async def test_other_senders_weights_need_whole_checkpoint_to_switch(self, served, tmp_path):
+        llm, engine = served()
+        trainer = tx.WeightSender(tx.DiskTransport(tmp_path / "root"), tx.make_engine("inprocess", engine=llm))
+        await asyncio.to_thread(trainer.update_weights, net(5))
+        with pytest.raises(UpdateError, match=r"another sender's weights.*whole checkpoint"):
+            await engine.update_model_weights_from_state_dict({"1.bias": torch.zeros(16)})
+        assert same(llm.model, net(5))
+        llm.fake.inject("fail", "load")
+        with pytest.raises(WeightSyncError, match="came from another sender and cannot be restored"):
+            await engine.update_model_weights(tmp_path / "1")
+        assert not llm.fake.serving
+        await engine.update_model_weights(tmp_path / "1")
+        assert llm.fake.serving and same(llm.model, net(1))
+        await asyncio.to_thread(trainer.shutdown)
 
     @on_a_loop
     async def test_drop_cached_retries_refused_resets_until_deadline(self, served):

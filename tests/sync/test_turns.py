@@ -7,9 +7,8 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Meanwhile, Policy, Turns, each_after_each, may_serve
-from torchrl_ext.base.errors import ConcurrentUpdateError, WeightSyncError
-from torchrl_ext.data.weights.derived import as_source
+from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Policy, Turns, each_after_each, may_serve
+from torchrl_ext.base.errors import WeightSyncError
 
 FEW = ("delta on a base", "delta by broadcast", "disk", "sharded", "ipc")
 """Of `ROUTES`, those that leave an engine in different states."""
@@ -38,24 +37,10 @@ def test_sender_lands_update_in_one_call_after_any_other_sender(routes, turns):
 def test_two_senders_of_one_process_share_a_client(turns):
     engine, policy = tx.connect(turns.url), Policy(3)
     delta, disk = (tx.WeightSender(kind(turns.folder()), engine) for kind in (tx.DeltaTransport, tx.DiskTransport))
-
-    def at_once():
-        with pytest.raises(ConcurrentUpdateError, match="another sender of this process"):
-            delta.update_weights(policy.model)
-
     with delta, disk:
         for sender in (delta, delta, disk, delta, disk, disk, delta):
             assert sender.update_weights(policy.train().model).verified
             turns.check(policy)
-        assert disk.update_weights(Meanwhile(as_source(policy.model), 9, at_once)).verified
-
-
-def test_replaced_sender_is_warned_of_its_successor(turns, caplog):
-    first, second = turns.sender("collective"), turns.sender("collective")
-    for sender in (first, second, first):
-        sender.update()
-    (words,) = [record.getMessage() for record in caplog.records if "join this sender again" in record.getMessage()]
-    assert "a collective sender, process " in words and " has joined" in words
 
 
 def test_step_of_replaced_sender_is_refused_without_a_pause(turns):

@@ -51,7 +51,7 @@ NOBODY = "no sender has joined"
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Digests = dict[str, str]
-RehearsePolicy = Annotated[str, msgspec.Meta(pattern=r"^(once|never|always)\Z")]
+RehearsePolicy = Annotated[str, msgspec.Meta(pattern=r"^(once|never)\Z")]
 WeightsLost = Annotated[str, msgspec.Meta(pattern=r"^(gone|reloaded)\Z")]
 
 
@@ -213,7 +213,7 @@ class Rehearse(Connected, frozen=True, kw_only=True):
     the join that land in one memory, `torchrl_ext.data.weights.shared`) and the rehearsal's findings.
 
     Attributes:
-        how: ``"once"`` per start of the engine, ``"never"`` or ``"always"``.
+        how: ``"once"`` per start of the engine, or ``"never"``.
         ask: only ask whether a rehearsal is needed; the engine need not be paused.
     """
 

@@ -174,7 +174,7 @@ class EngineClient(ABC):
         The engine is paused meanwhile, unless it need not rehearse, and then serves the same weights again.
 
         Args:
-            how: ``"once"`` per start of the engine, ``"never"``, or ``"always"``.
+            how: ``"once"`` per start of the engine, or ``"never"``.
 
         Returns:
             The proof that a confirmed update gives, one of `torchrl_ext.base.reports.PROOFS`; of a fleet the weakest.

@@ -19,16 +19,16 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.base.devices import current_device
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.base.types import Info, ParamMeta, cast_hint, dtype_name
-from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
+from torchrl_ext.data.landing.loader import Rehearsable
 from torchrl_ext.data.landing.patcher import Changes, Patcher, Piece, compare, holds, read
-from torchrl_ext.data.landing.placement import Landing, Placement, record
+from torchrl_ext.data.landing.placement import Landing, Placement, keeps_values, record
 from torchrl_ext.data.landing.sliced import Sliced
 from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.digests import Digests, PositionDigest, digests_of, position_digest
 from torchrl_ext.data.weights.shared import UNCHANGED, refuse_digests, shared
 from torchrl_ext.engines.plugin import combine
-from torchrl_ext.engines.rehearsal import Rehearsal, rehearse, start_tensors
+from torchrl_ext.engines.rehearsal import Rehearsal, Rehearsed, rehearse
 from torchrl_ext.engines.runtime import Reading
 from torchrl_ext.engines.slices import Slices, layer_of, sharing_no_layer, write_pieces
 
@@ -140,7 +140,7 @@ def swapped(
 
 
 @final
-class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
+class EngineLoader(Rehearsed, Rehearsable):
     """Loads weights into one worker's model, and knows which tensors the model holds unchanged.
 
     `digests` reads a tensor back from the live model if this worker holds all of it, unchanged. For other tensors it
@@ -153,15 +153,16 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     Attributes:
         modified: whether weights were loaded since the engine's start.
-        repairs: names of the model's repairs that run after each load.
         repaired: path of each layer that the last load had to repair -> the repair.
         takes_slices: whether the transport sends slices of tensors (`torchrl_ext.data.landing.sliced`).
     """
 
+    model: EngineModel
+
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.modified = self.takes_slices = False
-        self.repairs, self.repaired = frozenset(model.repairs), dict[str, str]()
+        self.repaired = dict[str, str]()
         self._needs_digests = True
         self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
         self._rehearsing = False
@@ -268,14 +269,12 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             )
 
     def landings(self, name: str) -> tuple[Landing, ...]:
-        """Return the copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
         return self._placement.landings.get(name, ()) if self._placement is not None else ()
 
     def patchable(self, name: str) -> bool:
         return name in self._patcher.pieces
 
     def land_whole(self) -> None:
-        """From now on, apply changes by loading the whole model."""
         self._whole_model = True
         self._forget_places()
         self.compare_start()
@@ -286,11 +285,18 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         If the engine generated its weights, the parts of other workers are zero here.
         """
         if self.model.dummy is None:
-            source = CheckpointSource(self.model.checkpoint) if self._shapes else None
-            return None if source is None else start_tensors(source, self._params, self.model.dtype)
+            return self._start_tensors() if self._shapes else None
         if self._placement is None or not all(map(_is_exact, self._placement.landings.values())):
             return None  # what a loader computes from checkpoint tensors cannot be undone
         return self._dummy_checkpoint(self._placement, self.model.dummy)
+
+    def _start_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the start checkpoint's tensors that an update has, too; in its dtypes if that loses nothing."""
+        dtypes = {meta.name: meta.dtype for meta in self._params}
+        for name, tensor in CheckpointSource(self.model.checkpoint):
+            if name in dtypes:
+                exact = dtypes[name] == self.model.dtype or keeps_values(tensor.dtype, dtypes[name])
+                yield name, tensor.to(dtypes[name]) if exact else tensor
 
     def _dummy_checkpoint(self, placement: Placement, dummy: Callable[[Tensor], Any]) -> Iterator[tuple[str, Tensor]]:
         device = next(self.model.module.parameters()).device  # random numbers differ between devices
@@ -337,7 +343,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                     yield (memory, landing.dtype, target, landing.source), meta.name
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and buffer under each of its runtime names."""
         yield from self.model.module.named_parameters(remove_duplicate=False)
         yield from self.model.module.named_buffers(remove_duplicate=False)
 
@@ -391,7 +396,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return self.model.tied and name.endswith("lm_head.weight")
 
     def _live(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that the model computes with, by runtime name."""
         return {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
 
     def _in_place(self, placement: Placement, stop: Event) -> dict[str, list[Piece]]:
@@ -431,7 +435,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return not self.model.by_layer or param.rpartition(".")[2] in self.model.kept
 
     def _layers(self, names: Iterable[str]) -> set[str]:
-        """Return the modules in whose parameters these checkpoint tensors land."""
         return {layer_of(landing.param) for name in names for landing in self.landings(name)}
 
     def _load_together(self, names: Collection[str]) -> list[str]:
@@ -461,7 +464,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return dict.fromkeys((meta.name for meta in self._params), why)
 
     def targets(self) -> Mapping[str, Sliced]:
-        """Return the live memory of tensors that need no model loader, after a `start` that accepts slices."""
         return self._targets
 
     def _sliced(self) -> Slices | None:
@@ -580,8 +582,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def _repair(self, layers: Collection[nn.Module]) -> None:
         paths = {id(module): path for path, module in self.model.module.named_modules()}
         for step, repair in self.model.repairs.items():
-            if step in self.repairs:
-                self.repaired |= {paths[id(layer)]: step for layer in repair(self.model.module, layers)}
+            self.repaired |= {paths[id(layer)]: step for layer in repair(self.model.module, layers)}
 
     def reloaded(self) -> None:
         self._loading = False
@@ -656,7 +657,6 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             self._close(layers)
 
     def _together(self, own: Mapping[str, PositionDigest]) -> dict[str, PositionDigest]:
-        """Return digests of the tensors that the workers hold together; those that overlap in part are left out."""
         return combine(own, self._patcher.shares, self._params, self.model.group)
 
     # what is proved
@@ -671,8 +671,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """Return ``"in place"`` or ``"rehearsed"`` if a rehearsal showed that of every layer, else ``"sent"``."""
         return "sent" if self._rehearsed is None else self._rehearsed.proof
 
-    def unrehearsed(self, *, again: bool = False) -> bool:
-        return (self._rehearsed is None or again) and not self._why_not()
+    def unrehearsed(self) -> bool:
+        return self._rehearsed is None and not self._why_not()
 
     def _why_not(self) -> str:
         """Return why no rehearsal is possible; "" if one is."""

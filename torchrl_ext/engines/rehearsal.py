@@ -10,19 +10,18 @@ is tried with weights that are known:
 3. the changes are taken back as a delta would take them: all must be as in the cold start, bit for bit;
 4. the start checkpoint itself is loaded whole: the same again.
 
-A loader that fails in 2 or 4 is tried again without the repairs that it knows; where that does not help either, the
-engine is refused, with the layers' names. One that fails in 3 only lands changes as whole loads from then on. Where
-workers get slices, so do these loads; one that fails with slices in live memory is tried again with all of them through
-the model's loader.
+A loader that fails in 2 or 4 is refused, with the layers' names. One that fails in 3 only lands changes as whole loads
+from then on. Where workers get slices, so do these loads; one that fails with slices in live memory is tried again with
+all of them through the model's loader.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +31,15 @@ from torchrl_ext.base.types import Info, ParamMeta
 from torchrl_ext.data.deltas.bits import flat_bits
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, units
+from torchrl_ext.data.landing.loader import Patchable, Sliceable, WeightLoader
 from torchrl_ext.data.landing.patcher import Changes
-from torchrl_ext.data.landing.placement import Landing, keeps_values
+from torchrl_ext.data.landing.placement import Landing
 from torchrl_ext.data.landing.sliced import Sliced
-from torchrl_ext.data.weights.blocks import Block
 from torchrl_ext.data.weights.digests import Digests, PositionDigest, as_digests
 from torchrl_ext.engines import runtime
 from torchrl_ext.engines.runtime import Reading
 
-__all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "rehearse"]
+__all__ = ["Layer", "Rehearsal", "Rehearsed", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -48,44 +47,34 @@ _NAMED = 5  # layers that an error lists
 _MOST = 10  # rows of a summary
 
 
-class Model(Protocol):
-    """What a rehearsal asks of a worker's model; `torchrl_ext.engines.loader.EngineModel` says what each part means."""
-
-    module: Any
-
-    @property
-    def repairs(self) -> Mapping[str, Any]: ...
-
-    def readings(self) -> Iterable[Reading]: ...
-
-
-class Rehearsed(Protocol):
+class Rehearsed(WeightLoader, Patchable, Sliceable):
     """The loader whose road is rehearsed: `torchrl_ext.engines.loader.EngineLoader`.
 
     Attributes:
-        repairs: names of the model's repairs that its loads make.
+        model: a `torchrl_ext.engines.loader.EngineModel`.
         repaired: the repairs that the last load made, by layer.
-        takes_slices: workers get slices of tensors.
+        takes_slices: whether the transport sends slices of tensors (`torchrl_ext.data.landing.sliced`).
     """
 
-    repairs: frozenset[str]
+    model: Any
     repaired: dict[str, str]
     takes_slices: bool
 
-    @property
-    def model(self) -> Model: ...
+    @abstractmethod
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        """Return a new pass over the engine's start weights, under an update's names; None if unknown."""
 
-    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None: ...
-    def landings(self, name: str) -> tuple[Landing, ...]: ...
-    def patchable(self, name: str) -> bool: ...
-    def land_whole(self) -> None: ...
-    def start(self) -> None: ...
-    def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None: ...
-    def finish(self) -> None: ...
-    def slices(self) -> Mapping[str, tuple[Block, ...]]: ...
-    def targets(self) -> Mapping[str, Sliced]: ...
-    def stage(self, changes: Changes) -> None: ...
-    def commit(self) -> None: ...
+    @abstractmethod
+    def landings(self, name: str) -> tuple[Landing, ...]:
+        """Return the copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
+
+    @abstractmethod
+    def land_whole(self) -> None:
+        """From now on, apply changes by loading the whole model."""
+
+    @abstractmethod
+    def targets(self) -> Mapping[str, Sliced]:
+        """Return the live memory of tensors that need no model loader, after a `start` that accepts slices."""
 
 
 IN_PLACE, BY_RELOAD, REPAIRED, UNPROVEN, REFUSED = "in place", "by reload", "repaired", "unproven", "refused"
@@ -116,19 +105,15 @@ class Rehearsal:
 
     Attributes:
         layers: one verdict per layer in which a checkpoint tensor lands.
-        repairs: steps that are taken after each load from now on.
+        repairs: steps that the model had to take after a load.
         changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
         restored: the engine holds what it was started with.
-        loads: loads of the whole model.
-        rules: those of `torchrl_ext.engines.runtime.RULES` that decided something, each with the tensors or places.
     """
 
     layers: tuple[Layer, ...] = ()
     repairs: tuple[str, ...] = ()
     changes: str = IN_PLACE
     restored: bool = True
-    loads: int = 0
-    rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Layer, ...]:
@@ -169,7 +154,7 @@ class Rehearsal:
         )
 
     def to_json(self) -> Info:
-        """Return a JSON-safe summary, with at most ten layers (by verdict, kernel and reason), and names of a rule."""
+        """Return a JSON-safe summary, with at most ten groups of layers (by verdict, kernel and reason)."""
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.verdict, layer.kernel, layer.why[:100]), []).append(layer.name)
@@ -182,8 +167,6 @@ class Rehearsal:
             "repairs": list(self.repairs),
             "changes": self.changes,
             "restored": self.restored,
-            "loads": self.loads,
-            "rules": {rule: list(names[:_MOST]) for rule, names in self.rules.items()},
         }
 
 
@@ -195,63 +178,40 @@ def rehearse(loader: Rehearsed) -> Rehearsal:
     """
     cold = _Snapshot(loader.model.readings(), contents=True)
     start = _Start(loader, cold)
-    known = tuple(loader.model.repairs)
-    attempt = _attempt(loader, start, cold, known)
-    if attempt.wrong and loader.takes_slices:
+    found = _attempt(loader, start, cold)
+    if found.refused and loader.takes_slices:
         loader.land_whole()
-        attempt = _attempt(loader, start, cold, known)
-    if attempt.wrong and known:
-        attempt = _attempt(loader, start, cold, ())
-    if attempt.wrong:
-        loader.repairs = frozenset(known)
-    return Rehearsal(
-        layers=tuple(_verdicts(loader, start, attempt)),
-        repairs=tuple(sorted(set(attempt.repaired.values()))),
-        changes=attempt.changes,
-        restored=attempt.restored,
-        loads=start.loads,
-        rules={rule: sorted(names) for rule, names in start.rules.items()},
-    )
+        found = _attempt(loader, start, cold)
+    return found
 
 
-@dataclass
-class _Attempt:
-    wrong: dict[str, str] = field(default_factory=dict)  # layer -> what is wrong with it
-    repaired: Mapping[str, str] = field(default_factory=dict)  # layer -> the step
-    changes: str = IN_PLACE
-    restored: bool = True
-
-
-def _attempt(loader: Rehearsed, start: _Start, cold: _Snapshot, repairs: tuple[str, ...]) -> _Attempt:
-    found = _Attempt()
-    loader.repairs = frozenset(repairs)
+def _attempt(loader: Rehearsed, start: _Start, cold: _Snapshot) -> Rehearsal:
+    wrong, changes = dict[str, str](), IN_PLACE  # layer -> what is wrong with it
     try:
         _load(loader, start.changed())
-        start.loads += 1
-        found.wrong.update(_unreached(loader, start, cold))
+        wrong |= _unreached(loader, start, cold)
         if not _take_back(loader, start, cold):
-            start.loads += 2
-            found.changes = BY_RELOAD
+            changes = BY_RELOAD
             loader.land_whole()
             _load(loader, start.changed())
             if not _take_back(loader, start, cold):
-                found.wrong[""] = "changes reach it neither in place nor by loading the whole model"
-        start.loads += 1
+                wrong[""] = "changes reach it neither in place nor by loading the whole model"
     except Exception as error:  # a loader may raise anything
         log.warning("a rehearsal failed", exc_info=error)
-        found.wrong[""] = f"{type(error).__name__}: {error}"
+        wrong[""] = f"{type(error).__name__}: {error}"
     try:
         _load(loader, start)
-        start.loads += 1
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
-        found.wrong.setdefault("", f"{type(error).__name__}: {error}")
+        wrong.setdefault("", f"{type(error).__name__}: {error}")
     left = cold.differing(_Snapshot(loader.model.readings()))
-    found.wrong.update(
-        {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
+    wrong |= {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
+    return Rehearsal(
+        layers=tuple(_verdicts(loader, start, wrong, changes)),
+        repairs=tuple(sorted(set(loader.repaired.values()))),
+        changes=changes,
+        restored=not left,
     )
-    found.repaired, found.restored = dict(loader.repaired), not left
-    return found
 
 
 def _take_back(loader: Rehearsed, start: _Start, cold: _Snapshot) -> bool:
@@ -292,23 +252,18 @@ class _Start:
         digests: position digest of each tensor, 32 hex digits.
         arriving: runtime parameter -> what the checkpoint brings to it.
         layers: layer -> names of the checkpoint tensors that land in it.
-        loads: loads of the whole model so far; changes that are taken back count as one.
-        rules: the rules that decided something -> what they were applied to.
+        unproven: layers below which not all objects were searched.
     """
 
     def __init__(self, loader: Rehearsed, cold: _Snapshot) -> None:
         self._loader = loader
         self.arriving: dict[str, _Arriving] = {}
         self.layers: dict[str, list[str]] = {}
-        self.loads = 0
-        self.rules: defaultdict[str, set[str]] = defaultdict(set)
-        self.note(cold)
+        self.unproven = cold.unsearched
         taken = Digests()
         for name, before in self:
             taken.add(name, before)
             after = changed(name, before) if chosen_positions(name, before).numel() else None
-            if after is None and before.numel():
-                self.rules["indices"].add(name)
             for landing in loader.landings(name):
                 self.layers.setdefault(_parent(landing.param), []).append(name)
                 if after is not None:
@@ -322,11 +277,6 @@ class _Start:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._loader.start_weights() or ())
-
-    def note(self, snapshot: _Snapshot) -> None:
-        """Note the places that a snapshot left out."""
-        for reading in snapshot.left_out:
-            self.rules[reading.left_out].add(reading.key)
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """Return a pass over the checkpoint with something changed in each tensor."""
@@ -358,10 +308,10 @@ class _Snapshot:
     def __init__(self, readings: Iterable[Reading], *, contents: bool = False) -> None:
         taken, layers, sums = Digests(), dict[str, str](), dict[str, Tensor]()  # computed on each tensor's device
         self.answers: dict[str, Tensor] = {}
-        self.left_out: list[Reading] = []
+        self.unsearched = set[str]()
         for reading in readings:
-            if reading.left_out:
-                self.left_out.append(reading)
+            if reading.unsearched:
+                self.unsearched.add(reading.layer)
                 continue
             key, tensor = reading.key, reading.tensor
             layers[key] = reading.layer
@@ -387,7 +337,7 @@ def _unreached(loader: Rehearsed, start: _Start, cold: _Snapshot) -> dict[str, s
     """Return the layers in which something stayed although every tensor of the checkpoint changed, each with why."""
     now = {reading.key: reading for reading in loader.model.readings()}  # held: a kernel may put others in their place
     moved = _Snapshot(now.values(), contents=True)
-    start.note(moved)
+    start.unproven |= moved.unsearched
     off = cold.differing(moved)
     found: dict[str, str] = {}
     for key, what in start.arriving.items():
@@ -400,21 +350,20 @@ def _unreached(loader: Rehearsed, start: _Start, cold: _Snapshot) -> dict[str, s
             if moved.contents[key] != what.after + padding:
                 found[layer] = f"not all of {', '.join(names)} reaches it when it is loaded again"
         elif key in cold.answers and key in moved.answers:
-            start.rules["answer"].add(key)
             for name, landing in what.blocks:
                 if not _answers_differ(cold.answers[key], moved.answers[key], landing):
                     found[layer] = f"{name} does not reach all of it when it is loaded again"
     near = []
     for key, reading in now.items():
-        if reading.left_out or key in start.arriving or cold.readings.get(key) != moved.readings[key]:
+        if reading.unsearched or key in start.arriving or cold.readings.get(key) != moved.readings[key]:
             continue
-        rule = _excuse(reading, bool(start.arriving))
-        if rule:
-            start.rules[rule].add(key)
-        else:
+        if not runtime.is_varied(reading.tensor):
+            continue
+        near.append(reading)
+        vector = reading.derived and reading.tensor.dim() <= 1
+        unloaded = not reading.derived and start.arriving  # it is known where the checkpoint's tensors land
+        if not (vector or unloaded or runtime.is_table(key)):
             found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
-        if rule != "uniform":
-            near.append(reading)
     beside: dict[str, dict[str, Reading]] = {}  # very many of each are not looked at pair by pair
     for reading in near:
         if reading.layer not in found:
@@ -426,22 +375,6 @@ def _unreached(loader: Rehearsed, start: _Start, cold: _Snapshot) -> dict[str, s
             if _is_copy(reading.tensor, tensor):
                 found[reading.layer] = f"{reading.name} is a copy of {name}, and no load changes it"
     return found
-
-
-def _excuse(reading: Reading, placed: bool) -> str:
-    """Return the rule by which a tensor may stay as it was; "" if it may not.
-
-    Args:
-        reading: a tensor in which no checkpoint tensor is known to land.
-        placed: it is known where checkpoint tensors land.
-    """
-    if not runtime.is_varied(reading.tensor):
-        return "uniform"
-    if runtime.is_table(reading.key):
-        return "table"
-    if reading.derived:
-        return "vector" if reading.tensor.dim() <= 1 else ""
-    return "unloaded" if placed else ""
 
 
 def _padding(cold: PositionDigest, reading: Reading, what: _Arriving) -> PositionDigest | None:
@@ -475,24 +408,22 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _verdicts(loader: Rehearsed, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
-    unproven = start.rules.get("bound", set())
-    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *sorted(unproven))) or ("",):
+def _verdicts(loader: Rehearsed, start: _Start, wrong: Mapping[str, str], changes: str) -> Iterator[Layer]:
+    for layer in dict.fromkeys((*start.layers, *wrong, *sorted(start.unproven))) or ("",):
         verdict, why = BY_RELOAD, ""
         names = start.layers.get(layer, ())  # where none is known to land, none is written in place
-        if layer in attempt.wrong:
-            verdict, why = REFUSED, attempt.wrong[layer]
-        elif layer in unproven:
+        if layer in wrong:
+            verdict, why = REFUSED, wrong[layer]
+        elif layer in start.unproven:
             verdict, why = UNPROVEN, f"more than {runtime.OBJECTS:,} objects lie below it, and not all were searched"
-        elif layer in attempt.repaired:
-            verdict, why = REPAIRED, attempt.repaired[layer]
-        elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):
+        elif layer in loader.repaired:
+            verdict, why = REPAIRED, loader.repaired[layer]
+        elif changes == IN_PLACE and names and all(map(loader.patchable, names)):
             verdict = IN_PLACE
         yield Layer(name=layer or "the model", kernel=_kernel(loader, layer), verdict=verdict, why=why)
 
 
 def _kernel(loader: Rehearsed, layer: str) -> str:
-    """Name what computes in the module at ``layer``."""
     module = loader.model.module.get_submodule(layer)
     method = getattr(module, "quant_method", None)
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
@@ -504,28 +435,12 @@ _AT_ONCE = 1 << 22  # elements
 _PERIOD, _EVERY, _SMALL = 257, 32, 1 << 14
 
 
-def start_tensors(
-    start: Iterable[tuple[str, Tensor]], params: Iterable[ParamMeta], own: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a start checkpoint that an update has, too; in the update's dtypes if that loses nothing.
-
-    Args:
-        start: a pass over the checkpoint.
-        params: the update's.
-        own: dtype in which the engine computes.
-    """
-    dtypes = {meta.name: meta.dtype for meta in params}
-    for name, tensor in start:
-        if name in dtypes:
-            exact = dtypes[name] == own or keeps_values(tensor.dtype, dtypes[name])
-            yield name, tensor.to(dtypes[name]) if exact else tensor
-
-
 def chosen_positions(name: str, tensor: Tensor) -> Tensor:
     """Return which elements of a checkpoint tensor a rehearsal changes: int64, shape (k,), increasing.
 
     All of a small one; of a large one about one in 32, with a prime period that no layout of a kernel shares, so that a
-    delta's staging stays small. None where the rule ``indices`` applies: a loader may use the values.
+    delta's staging stays small. None of small integer tensors, bool and g_idx: they hold indices or sizes, which a
+    loader may use.
     """
     count = tensor.numel()
     values = tensor.is_floating_point() or tensor.is_complex()

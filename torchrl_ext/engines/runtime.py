@@ -12,24 +12,26 @@ import functools
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DIFFERING", "OBJECTS", "RULES", "Reading", "is_table", "is_varied", "reachable", "sample"]
+__all__ = ["DIFFERING", "OBJECTS", "TABLES", "Reading", "is_table", "is_varied", "reachable", "sample"]
 
-# Rules by which a rehearsal judges where no engine promises anything: all of them, with their constants. Each may be
-# wrong for an engine that nobody has tried, so a report names the rules that were applied, and where.
+# Conventions by which a rehearsal judges where no engine promises anything. Each may be wrong for an engine that nobody
+# has tried. Beside these, a derived tensor of one dimension may stay as it was, and so may a parameter or buffer in
+# which no checkpoint tensor lands.
 
 OBJECTS = 100_000
-"""Objects below one module in which tensors are looked for; numbers and strings do not count."""
+"""Objects below one module in which tensors are looked for; numbers and strings do not count. With more the module is
+unproven."""
 
 REQUESTS = frozenset({"kv_cache", "kv_caches", "forward_context", "static_forward_context"})
-"""Attributes, by their full names, in which engines keep the state of requests, or the layers of other models."""
+"""Attributes, by their full names, in which engines keep the state of requests, or the layers of other models; no load
+writes to them."""
 
 TABLES = (
     *("cos", "sin", "rope", "rotary", "freq", "alibi", "mask"),
@@ -38,32 +40,19 @@ TABLES = (
 """Words in names of tensors that kernels compute by themselves, or keep for requests, and that no load brings."""
 
 SAMPLE, DISTINCT = 512, 16
+"""A tensor of integers, or with fewer distinct values among a sample, may stay as it was."""
 
 DIFFERING = 0.9
 """Share of a layer's outputs that a new weight changes; a few may be equal by chance."""
 
-RULES: Mapping[str, str] = MappingProxyType(
-    {
-        "bound": f"a layer with more than {OBJECTS:,} objects below it is unproven",
-        "requests": f"no load writes to what is called {', '.join(sorted(REQUESTS))}",
-        "table": f"no load writes to a tensor with one of these words in its name: {', '.join(TABLES)}",
-        "vector": "a derived tensor of one dimension may stay as it was",
-        "unloaded": "a parameter or buffer in which no checkpoint tensor lands may stay as it was",
-        "uniform": f"a tensor of integers, or with fewer than {DISTINCT} values among {SAMPLE}, may stay as it was",
-        "answer": f"a weight has arrived if it changes {DIFFERING:.0%} of the layer's outputs for a fixed input",
-        "indices": "small integer tensors, bool and g_idx hold indices or sizes, and stay as they are",
-    }
-)
-"""What each rule says, by name."""
-
 
 def is_table(path: str) -> bool:
-    """Return whether the rule ``table`` applies to a name."""
+    """Return whether a name has one of `TABLES`."""
     return any(word in path.lower() for word in TABLES)
 
 
 def is_varied(tensor: Tensor) -> bool:
-    """Return whether the rule ``uniform`` does not apply to a tensor."""
+    """Return whether a tensor is of floats with at least `DISTINCT` values among `SAMPLE`."""
     return tensor.is_floating_point() and sample(tensor).numel() >= DISTINCT
 
 
@@ -88,7 +77,7 @@ class Reading:
         tensor: the live tensor, or what the layer answers a fixed input where its weights cannot be read.
         derived: it is neither a parameter nor a buffer of its module.
         of: where it is an answer, shape (inputs, outputs): the parameter whose rows, one per output, made it.
-        left_out: the rule by which what lies here was not read; ``tensor`` is empty then.
+        unsearched: more than `OBJECTS` lie below the module, and not all were searched; ``tensor`` is empty then.
     """
 
     layer: str
@@ -96,7 +85,7 @@ class Reading:
     tensor: Tensor
     derived: bool = False
     of: str = ""
-    left_out: str = ""
+    unsearched: bool = False
 
     @property
     def key(self) -> str:
@@ -105,21 +94,18 @@ class Reading:
 
 
 def reachable(model: nn.Module) -> Iterator[Reading]:
-    """Yield every tensor that can be reached from the modules of a model, and a reading of each place that is left out.
+    """Yield every tensor that can be reached from the modules of a model, and one reading of each with too many parts.
 
     Parameters and buffers come under each of their names. Other tensors come once, from the nearest module: below
     attributes, kernels, containers, closures, and the entries of dictionaries whose keys are strings or integers.
-    Tensors without data (on the meta device, or empty) do not come. The rules ``bound`` and ``requests`` leave places
-    out (`torchrl_ext.engines.runtime`).
+    Tensors without data (on the meta device, or empty) and those of `REQUESTS` do not come.
     """
     modules = dict(model.named_modules())
     seen: set[Any] = {id(module) for module in modules.values()}  # and the places of tensors
     ahead: deque[tuple[str, str, Any]] = deque()
     for layer, module in modules.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if name in REQUESTS:
-                ahead.append((layer, name, tensor))
-            elif tensor is not None and _holds_data(tensor):
+            if name not in REQUESTS and tensor is not None and _holds_data(tensor):
                 _is_new(tensor, seen)
                 yield Reading(layer=layer, name=name, tensor=tensor)
         ahead.extend((layer, name, value) for name, value in vars(module).items() if name not in _OWN)
@@ -129,8 +115,8 @@ def reachable(model: nn.Module) -> Iterator[Reading]:
         if issubclass(type(value), _PLAIN) or id(value) in seen:
             continue
         if path.rpartition(".")[2] in REQUESTS:
-            yield Reading(layer=layer, name=path, tensor=torch.empty(0), left_out="requests")
-        elif isinstance(value, Tensor):
+            continue
+        if isinstance(value, Tensor):
             if _is_new(value, seen):
                 yield Reading(layer=layer, name=path, tensor=value, derived=True)
         else:
@@ -142,7 +128,7 @@ def reachable(model: nn.Module) -> Iterator[Reading]:
                 if met[layer] <= OBJECTS:
                     ahead.append((layer, f"{path}.{name}", part))
                 elif met[layer] == OBJECTS + 1:
-                    yield Reading(layer=layer, name="", tensor=torch.empty(0), left_out="bound")
+                    yield Reading(layer=layer, name="", tensor=torch.empty(0), unsearched=True)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

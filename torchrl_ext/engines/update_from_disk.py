@@ -1,9 +1,9 @@
 """An engine's ``POST /update_weights_from_disk``, by which a caller names weights in a directory; over any engine.
 
-The body is ``{"model_path", "load_format": "delta", "weight_version", "flush_cache"}``; the last two may be left out.
+The body is ``{"model_path", "load_format": "delta", "weight_version"}``; the last may be left out.
 ``model_path`` is a version directory ``weight_v000007`` or the root that holds it (then the newest version is taken).
-The version is staged while the engine serves, and committed in a short pause. ``weight_version`` labels the weights,
-and ``flush_cache``: false keeps what was cached with older weights.
+The version is staged while the engine serves, and committed in a short pause, in which the engine drops what it cached
+with older weights. ``weight_version`` labels the weights.
 
 The answer is ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is
 false. The message says whether the engine still serves its previous weights, or is paused.
@@ -51,17 +51,12 @@ class _Body(Struct, frozen=True, kw_only=True):
     model_path: str
     load_format: Literal["delta"]
     weight_version: str | int | None = None
-    flush_cache: bool = True
 
 
 class ReloadableEngine(Protocol):
     """The engine that `DiskLoads` drives. Each call returns when it is done; every wait has a deadline."""
 
-    @property
-    def model(self) -> str:
-        """The checkpoint that the engine was started with."""
-
-    def paused(self) -> bool:
+    def paused(self) -> bool | None:
         """Return whether the engine has stopped generating."""
 
     def pause(self) -> None:
@@ -70,21 +65,11 @@ class ReloadableEngine(Protocol):
     def resume(self) -> None:
         """Resume generation."""
 
-    def handle(self, message: Message) -> Any:
-        """Handle a message."""
+    def call(self, message: Message) -> Any:
+        """Have every worker handle a message; with a `Start`, drop what was cached with older weights."""
 
-    def finish(self, message: Finish, label: str | None) -> None:
-        """End a complete update, and set the label, if there is one."""
-
-    def drop_cached(self) -> None:
-        """Drop everything cached with older weights."""
-
-    def undo(self, landing: bool) -> bool:
-        """End a failed update, and return whether the engine still has its old weights.
-
-        Args:
-            landing: whether weights had begun to load.
-        """
+    def set_name(self, version: str) -> None:
+        """Label the weights in service."""
 
 
 @final
@@ -93,10 +78,11 @@ class DiskLoads:
 
     Args:
         engine: the engine that loads the weights.
+        model: the checkpoint that it was started with.
     """
 
-    def __init__(self, engine: ReloadableEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ReloadableEngine, model: str) -> None:
+        self._engine, self._base = engine, model if os.path.isdir(model) else None
         self._one_at_a_time = threading.Lock()
         self._joined: tuple[str, list[Any], str] | None = None  # the workers' root, its parameters, their connection
 
@@ -112,68 +98,57 @@ class DiskLoads:
             WeightSyncError: the weights were not loaded; the message says whether the engine serves.
         """
         body = decoded(asked, _Body, "the body")
-        label = None if body.weight_version is None else str(body.weight_version)
         if not self._one_at_a_time.acquire(timeout=_BUSY_S):
             raise DeadlineError(f"another load has been running for {_BUSY_S:g} s", hint="wait for its answer")
         try:
-            return f"{self._land(body.model_path, label, body.flush_cache)} is in service"
+            chain, version = _located(body.model_path)
+            name, label = f"version {version} of {chain.store.url}", body.weight_version
+            metas = chain.version(version).params
+            params = [meta.to_json() for meta in metas]
+            connection = self._stage(chain, version, params)
+            load = Load(connection=connection, version=version, params=metas, handoff={})
+            self._replace(name, load, str(version if label is None else label))
+            self._joined = chain.store.url, params, connection
+            return f"{name} is in service"
         finally:
             self._one_at_a_time.release()
-
-    def _land(self, path: str, label: str | None, flush: bool) -> str:
-        """Stage a version while the engine serves, put it in service, and return its name."""
-        engine, (chain, version) = self._engine, _located(path)
-        metas = chain.version(version).params
-        params = [meta.to_json() for meta in metas]
-        connection = self._stage(chain, version, params)
-
-        def land() -> None:
-            engine.handle(Load(connection=connection, version=version, params=metas, handoff={}))
-            engine.finish(Finish(connection=connection, version=version), label)
-
-        name = f"version {version} of {chain.store.url}"
-        self._replace(name, flush, Start(connection=connection), land)
-        self._joined = chain.store.url, params, connection
-        return name
 
     def _stage(self, chain: Chain, version: int, params: list[Any]) -> str:
         """Have the workers stage a version of a root that they join, unless they have; return their connection."""
         engine, joined, self._joined = self._engine, self._joined, None
         if joined is not None and joined[:2] == (chain.store.url, params):
             with suppress(Exception):  # the workers may have joined another trainer since
-                engine.handle(Prefetch(connection=joined[2], version=version))
+                engine.call(Prefetch(connection=joined[2], version=version))
                 return joined[2]
         connection, shared = uuid.uuid4().hex, SharedRoot(chain.store, uuid.uuid4().hex)
         try:
-            base = engine.model if os.path.isdir(engine.model) else None
             info = {
                 "transport": "delta",
                 "params": params,
                 "connection": connection,
                 "sender": f"the client that named a version of {chain.store.url} to the engine itself",
-                "offer": {**shared.invite(), "base": base, "needs_base": _needs_base(chain)},
+                "offer": {**shared.invite(), "base": self._base, "needs_base": _needs_base(chain)},
             }
-            engine.handle(Join.from_json(info))
+            engine.call(Join.from_json(info))
         finally:
             shared.clear()
-        engine.handle(Prefetch(connection=connection, version=version))
+        engine.call(Prefetch(connection=connection, version=version))
         return connection
 
-    def _replace(self, what: str, flush: bool, start: Message, land: Callable[[], None]) -> None:
-        """Replace the weights in a pause, and resume an engine that served before."""
+    def _replace(self, what: str, load: Load, label: str) -> None:
         engine, landing = self._engine, False
         serves = not engine.paused()
         try:
             engine.pause()
-            engine.handle(start)
+            engine.call(Start(connection=load.connection))
             landing = True
-            land()
-            if flush:
-                engine.drop_cached()
+            engine.call(load)
+            engine.call(Finish(connection=load.connection, version=load.version))
+            engine.set_name(label)
         except Exception as error:
             state, hint = "the engine is paused and holds its previous weights", None
-            if not engine.undo(landing):
-                state = "the engine is paused and holds part of an update, or a cache of older weights"
+            if landing:
+                state = "the engine is paused and may hold part of an update"
                 hint = "send it again as a full version, then resume the engine"
             elif serves:
                 with suppress(Exception):  # then it stays paused

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
 
-from torchrl_ext.base.deadline import Deadline, beside, one_at_a_time
-from torchrl_ext.base.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
+from torchrl_ext.base.deadline import Deadline, beside
+from torchrl_ext.base.errors import EngineError, UpdateError, WeightSyncError, why
 from torchrl_ext.base.reports import EngineRow, Spans, SyncReport
 from torchrl_ext.base.types import ParamMeta, label_number
 from torchrl_ext.control.client import EngineClient, Update
@@ -25,8 +24,7 @@ __all__ = ["Connection", "update_error"]
 
 log = logging.getLogger("torchrl_ext")
 
-# a client belongs to the sender that last joined its engine, and only one sender at a time may update through it
-_turns: weakref.WeakKeyDictionary[EngineClient, threading.Lock] = weakref.WeakKeyDictionary()
+# a client belongs to the sender that last joined its engine
 _speaks_for: weakref.WeakKeyDictionary[EngineClient, weakref.ref[Connection]] = weakref.WeakKeyDictionary()
 
 
@@ -54,41 +52,13 @@ class Connection:
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
         self._id = ""
-        self._reserved = ExitStack(), set[EngineClient]()  # in this turn
         self.newest = 0
         self._rows: dict[str, EngineRow] = {}  # as far as this sender knows, by engine
         self.delivered: int | None = None
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Reserve the engines' clients during the block.
-
-        Raises:
-            ConcurrentUpdateError: another sender of this process is updating one of the engines.
-        """
-        with ExitStack() as held:
-            reserved = held, set[EngineClient]()
-            self._reserve(reserved, (self.engine, *self.engine.each()))
-            self._reserved = reserved
-            yield
-
     def _members(self) -> tuple[EngineClient, ...]:
-        """Return the engine's members, and reserve the clients of those that have joined or returned in this turn."""
         self.engine.members()
-        members = self.engine.each()
-        self._reserve(self._reserved, members)
-        return members
-
-    def _reserve(self, reserved: tuple[ExitStack, set[EngineClient]], engines: Iterable[EngineClient]) -> None:
-        held, already = reserved
-        for engine in set(engines) - already:
-            refusal = ConcurrentUpdateError(
-                f"another sender of this process is updating {engine.url}",
-                state="the other update continues",
-                hint="update from one sender at a time, or give each sender its own engines",
-            )
-            held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
-            already.add(engine)
+        return self.engine.each()
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:
         """Have all engines join, unless exactly the current members have joined for these parameters.

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torchrl_ext.base.deadline import in_thread
@@ -25,7 +26,7 @@ from torchrl_ext.base.errors import (
     error_from,
     error_info,
 )
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State, answered
+from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
 from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import Info
 from torchrl_ext.data.landing.loader import WeightLoader
@@ -53,6 +54,9 @@ class EngineWorker:
         workers: number of these workers.
         agree: takes this worker's text; returns the texts of all workers that get the same messages, in order of rank.
         mode: returns the context manager to enter in background threads.
+
+    Attributes:
+        together: `together` on the workers of this engine.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class EngineWorker:
         mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._rank, self._workers, self._agree, self._mode = rank, workers, agree, mode
+        self.together = partial(together, agree)
         self.receiver = WeightReceiver(loader, rank=rank)
         self._staging: Future[None] | None = None  # or joining
 
@@ -82,10 +87,6 @@ class EngineWorker:
         with current(self.receiver.device):
             return self._answer(message)
 
-    def answer(self, text: str) -> Info:
-        """Handle a message in JSON as `handle` does, and return its answer, or its error (`answered`)."""
-        return answered(self.handle, text)
-
     def _answer(self, message: Message) -> Info:
         match message:
             case Inspect():
@@ -98,7 +99,7 @@ class EngineWorker:
                 self.receiver.connection = message.connection  # set now, because the thread joins later
                 self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
-                self.settle()
+                self.together(self.stop)
                 self._staging = self._begin(lambda: self.receiver.prefetch(message))
             case Poll():
                 return {"working": True} if self._is_working() else {}
@@ -112,18 +113,6 @@ class EngineWorker:
             case _:
                 self.together(self.stop, lambda: self.receiver.handle(message))
         return {}
-
-    def together(self, *steps: Callable[[], Any], on_failure: Callable[[], None] = lambda: None) -> None:
-        """Run ``steps`` in order on every worker of this engine; call ``on_failure`` on a worker where one fails.
-
-        Raises:
-            EngineRefusedError, DeadlineError: on every worker, if any worker failed.
-        """
-        together(self._agree, *steps, on_failure=on_failure)
-
-    def settle(self) -> None:
-        """Stop joining or staging on every worker; then no background thread touches the model."""
-        self.together(self.stop)
 
     def close(self) -> None:
         """Leave the transport, and end any wait in it."""
@@ -147,8 +136,7 @@ class EngineWorker:
     def _rehearse(self, message: Rehearse) -> Info:
         """Rehearse an update on this worker's part of the model; return the answer merged over all workers."""
         found: Info = {}
-        self.settle()
-        self.together(lambda: found.update(self.receiver.rehearse(message)))
+        self.together(self.stop, lambda: found.update(self.receiver.rehearse(message)))
         shared = json.dumps({"needed": found["needed"], "proof": found["proof"]})
         return {"worker": self._rank, **found, **merged([*map(json.loads, self._agree(shared))])}
 
@@ -161,7 +149,6 @@ class EngineWorker:
         return {**answer, "workers": len(answers)}
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
-        """Start ``work`` in a background thread."""
         device = self.receiver.device
         before = recorded([device])  # the engine may still be writing what ``work`` reads
 

@@ -57,7 +57,6 @@ def inspect(question: Inspect) -> Info:
 
 
 def _look(invitation: Info) -> Info:
-    """Look for the probe of `doctor`."""
     try:
         store = open_store(admit(invitation.get("root")))
         Invitation.from_json(invitation, "the root to look at").find(store, Deadline(2.0))

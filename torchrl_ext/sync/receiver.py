@@ -240,7 +240,7 @@ class WeightReceiver:
         loader = self._require_loader()
         if not isinstance(loader, Rehearsable):
             return {"needed": False, "proof": loader.proof(), "why": _NOTHING_TO_REHEARSE, "shared": loader.shared}
-        needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
+        needed = message.how != "never" and loader.unrehearsed()
         if needed and not message.ask:
             with self._comparing(landing=self.version):  # IntegrityError: it could not restore the weights
                 loader.rehearse()

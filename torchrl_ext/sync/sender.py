@@ -76,9 +76,8 @@ class WeightSender:
             more than ``max_gap``, the engine is paused and the update fails, but it may have answered some requests
             with the version by then.
         rehearse: when an engine that processes its weights has to show that an update leads to the same state as a cold
-            start (`torchrl_ext.engines.rehearsal`): ``"once"`` per start of the engine, before its first update;
-            ``"always"``, with every connection before which nothing was loaded; ``"never"``, which leaves
-            `SyncReport.proof` at ``"sent"`` for that engine.
+            start (`torchrl_ext.engines.rehearsal`): ``"once"`` per start of the engine, before its first update; or
+            ``"never"``, which leaves `SyncReport.proof` at ``"sent"`` for that engine.
         finite: refuse weights with a NaN or an infinity, before the pause if this process holds the tensor or the
             transport reads all tensors before it. If every trainer rank sends, each rank checks its own blocks. False
             does not look, which saves a read of all weights.
@@ -123,8 +122,8 @@ class WeightSender:
         max_gap: float | str | None = "dtype",
         probe: Compute | Probe | None = None,
     ) -> None:
-        if rehearse not in ("once", "never", "always"):
-            raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
+        if rehearse not in ("once", "never"):
+            raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once' or 'never'")
         self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
         engine = _client_of(transport, engine, rank)
         self._transport = transport
@@ -197,8 +196,7 @@ class WeightSender:
                 params = self._source().params()
             else:
                 params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-            with self._connection.turn():
-                self._join(params)
+            self._join(params)
 
     def _join(self, params: tuple[ParamMeta, ...]) -> None:
         if self._transport.abilities.gathers:  # the other ranks take no part
@@ -225,13 +223,13 @@ class WeightSender:
             The report, with one row per engine.
 
         Raises:
-            ConcurrentUpdateError: another thread sends through this transport or to this engine.
+            ConcurrentUpdateError: another thread sends through this transport.
             ManifestError: ``only`` is empty or names a tensor that is not sent; or a tensor that this process holds has
                 a NaN or an infinity.
             ConfigError: the transport sends whole models only (it lacks the ability ``parts``).
             WeightSyncError: the update failed; the message says what each engine serves.
         """
-        with exclusive(self._transport, "update_weights"), self._connection.turn():
+        with exclusive(self._transport, "update_weights"):
             report = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         _bump(self._collectors)
         return report
@@ -263,7 +261,6 @@ class WeightSender:
         self._connection.delivered = version
 
     def _lead(self, weights: Any, only: Collection[str] | None) -> SyncReport:
-        """Drive an update on rank 0, and return its report."""
         started = time.perf_counter()
         try:
             with self._ranks.leading() as session:
@@ -418,7 +415,6 @@ class WeightSender:
         return digest_of(digests) or (handoff.digest if self._verify else "")
 
     def _info(self, update: Update, handoff: Handoff) -> Info:
-        """Return the fields of the `Load`."""
         part = self._onto(update)
         onto = {} if part is None else {"onto": part.base}
         if (params := update.params) != self._rows[0]:
@@ -465,7 +461,6 @@ class WeightSender:
         return max(self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
     def _connect_to(self, engine: EngineClient) -> None:
-        """Switch to ``engine``; its workers join before the next version."""
         self.engine, self._refused = engine, None
         how: dict[str, Any] = {"compares": self._verify, "rehearse": self._rehearse, "run": self._run}
         self._connection = Connection(engine, self._transport, **how)
@@ -509,13 +504,7 @@ class WeightSender:
 
 
 def _bump(collectors: Iterable[Callable[[], Any]]) -> None:
-    """Increment the policy version of each collector once.
-
-    An error of a collector is logged, not raised, because the engines already serve the weights.
-
-    Args:
-        collectors: references that return a collector, or None if it no longer exists.
-    """
+    """Increment the policy version of each collector that still exists, once."""
     seen: set[int] = set()
     for known in collectors:
         collector = known()
@@ -529,7 +518,6 @@ def _bump(collectors: Iterable[Callable[[], Any]]) -> None:
 
 
 def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:
-    """Return the client for a sender's arguments; raises as `WeightSender`."""
     if not isinstance(transport, Transport) or not isinstance(engine, EngineClient | str | None):
         raise ConfigError(
             f"transport is a {type(transport).__name__}, and engine is a {type(engine).__name__}",

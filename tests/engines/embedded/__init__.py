@@ -62,7 +62,7 @@ class EmbeddedServer:
 
 
 @contextmanager
-def served_here(engine, *, api_key=None, routes=(), **settings):
+def served_here(engine, *, api_key=None, routes=()):
     """Serve an `Engine` of this process, by a thread; yields an object with its ``url`` and ``engine``."""
     import uvicorn
 
@@ -70,8 +70,8 @@ def served_here(engine, *, api_key=None, routes=(), **settings):
 
     port = free_port()
     app = make_app(engine, api_key=api_key, routes=routes)
-    settings = {"log_level": "error", "ws": "none", "timeout_graceful_shutdown": 2, **settings}
-    server = uvicorn.Server(uvicorn.Config(app, port=port, **settings))
+    config = uvicorn.Config(app, port=port, log_level="error", ws="none", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

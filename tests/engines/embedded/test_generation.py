@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.engines.embedded import served_here
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
@@ -234,10 +235,10 @@ class TestSleep:
             with pytest.raises(EngineRefusedError, match="slept at level 2"):
                 refused()
         assert not engine.wake_up(["weights", "scheduling"])
-        with tx.WeightSender(tx.make_transport("ipc"), tx.make_engine("inprocess", engine=engine)) as sender:
+        with served_here(engine) as server, tx.WeightSender(tx.make_transport("ipc"), tx.connect(server.url)) as sender:
             sender.update_weights(model)
-        assert engine.wake_up(["kv_cache"])
-        assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16) and engine.scheduler.version == "1"
+            assert engine.wake_up(["kv_cache"])
+            assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16) and engine.scheduler.version == "1"
 
     def test_steps_out_of_order_are_refused_and_change_nothing(self, engine, model):
         with pytest.raises(EngineRefusedError, match="in use"):

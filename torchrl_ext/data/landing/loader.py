@@ -182,12 +182,8 @@ class Rehearsable(ABC):
     """A `WeightLoader` whose model processes weights after loading, so that a rehearsal can check an update."""
 
     @abstractmethod
-    def unrehearsed(self, *, again: bool = False) -> bool:
-        """Return whether to rehearse: the model holds the weights that it was started with, and no rehearsal ran yet.
-
-        Args:
-            again: also if a rehearsal ran before.
-        """
+    def unrehearsed(self) -> bool:
+        """Return whether to rehearse: the model holds the weights that it was started with, and none ran yet."""
 
     @abstractmethod
     def rehearsal(self) -> Info:

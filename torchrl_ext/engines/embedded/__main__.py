@@ -1,28 +1,19 @@
-"""Run the embedded engine: ``python -m torchrl_ext.engines.embedded --model DIR --port P``.
-
-Connections on which no request comes are closed, so that others find room.
-"""
+"""Run the embedded engine: ``python -m torchrl_ext.engines.embedded --model DIR --port P``."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from torchrl_ext.base.errors import WeightSyncError
 from torchrl_ext.base.types import API_KEY_VARIABLE, is_loopback
 from torchrl_ext.data.stores.opening import ROOTS_VARIABLE
 
-__all__ = ["main", "patient"]
-
-_BASE: Any = AutoHTTPProtocol
+__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,51 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.warning(
             "anyone who can reach %s can replace this engine's weights: set %s", args.host, API_KEY_VARIABLE
         )
-    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none", "http": patient()}
-    uvicorn.run(make_app(engine, api_key=api_key, routes=more), host=args.host, port=args.port, **settings)
+    app = make_app(engine, api_key=api_key, routes=more)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=2, ws="none")
     return 0
-
-
-def patient(*, head_s: float = 10.0, most: int = 128, crowded_s: float = 1.0) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with deadlines for the head of a request, which anybody may begin without a key.
-
-    Args:
-        head_s: how long a connection may be open without a request in work, in seconds.
-        most: number of such connections from which on further ones have only ``crowded_s``.
-        crowded_s: enough for a client that has a request to send, in seconds.
-    """
-    waiting: dict[Any, asyncio.TimerHandle] = {}
-
-    class Connection(_BASE):  # type: ignore[misc]
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._look()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._look()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._look()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self._leave()
-
-        def _look(self) -> None:
-            """Begin or end this connection's wait; parts of a head do not prolong it."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._leave()
-            elif self not in waiting and not self.transport.is_closing():
-                allowed_s = head_s if len(waiting) < most else crowded_s
-                waiting[self] = self.loop.call_later(allowed_s, self.transport.close)
-
-        def _leave(self) -> None:
-            if self in waiting:
-                waiting.pop(self).cancel()
-
-    return Connection
 
 
 if __name__ == "__main__":

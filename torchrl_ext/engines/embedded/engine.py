@@ -18,7 +18,6 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedErr
 from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start, State, Verify
 from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
-from torchrl_ext.data.weights.checkpoint import opened
 from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
 from torchrl_ext.sync.inspection import followed, inspect
@@ -56,7 +55,6 @@ class EmbeddedEngine:
 
     def __init__(self, model: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
         self.model, self.dtype = model, dtype
-        self.checkpoint = opened(model)
         self._model = module = _load_model(model, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or module.config.max_position_embeddings
         ends = module.generation_config.eos_token_id
@@ -179,22 +177,15 @@ class EmbeddedEngine:
             self._loader.check(self._arrived)  # missing parameters have no older value to keep
         return self._receiver.handle(message)
 
-    def label(self, version: str) -> None:
+    def call(self, message: Message) -> None:
+        """Carry out a message as `handle` does; with a `Start`, drop the keys and values of requests."""
+        self.handle(message)
+        if isinstance(message, Start):
+            self.scheduler.forget()
+
+    def set_name(self, version: str) -> None:
         """Set the weight version."""
         self.scheduler.version = version
-
-    def finish(self, message: Finish, label: str | None) -> None:
-        """End a complete update; ``label`` becomes the weight version, unless it is None."""
-        self.handle(message)
-        self.scheduler.version = self.scheduler.version if label is None else label
-
-    def undo(self, landing: bool) -> bool:
-        """Return whether the engine still has its old weights after a failed update."""
-        return not landing or self._receiver.whole
-
-    def drop_cached(self) -> None:
-        """Drop the keys and values of requests; there is no other cache."""
-        self.scheduler.forget()
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter in the live model, by checkpoint name.
@@ -234,7 +225,6 @@ class EmbeddedEngine:
         self.scheduler.resume()
 
     def _refuse_torn(self) -> None:
-        """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
         if self._receiver.held.empty:
             reason = "the engine slept at level 2 and holds no weights"
         elif not self._receiver.whole:
@@ -244,7 +234,6 @@ class EmbeddedEngine:
         raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
 
     def _refuse_busy(self) -> None:
-        """Raise `EngineRefusedError` if weights cannot change now."""
         if not self.scheduler.paused:
             reason, first = "weights cannot change while the engine generates", "POST /pause first"
         elif "weights" in self.asleep:
@@ -269,7 +258,6 @@ class EmbeddedEngine:
 
 
 def _load_model(model: str, dtype: str) -> Any:
-    """Return the causal LM of a Hugging Face checkpoint directory."""
     if not (Path(model) / "config.json").is_file():
         raise ConfigError(f"{model} holds no model", expected="a Hugging Face checkpoint directory")
     from transformers import AutoModelForCausalLM

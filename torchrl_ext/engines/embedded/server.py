@@ -31,7 +31,6 @@ from torchrl_ext.base.errors import (
     DeadlineError,
     EngineRefusedError,
     ManifestError,
-    NotConnectedError,
     WeightSyncError,
 )
 from torchrl_ext.base.messages import answered
@@ -46,7 +45,7 @@ __all__ = ["make_app", "read_json"]
 
 log = logging.getLogger("torchrl_ext")
 
-_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, NotConnectedError: 409, DeadlineError: 504}
+_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
 DRAIN_TIMEOUT_S = 600.0  # of ``pause?mode=wait``
 BODY_TIMEOUT_S = 60.0
 _OPEN_ROUTE = "/health"  # cluster probes have no key; they learn only that the process lives
@@ -102,11 +101,11 @@ def make_app(engine: EmbeddedEngine, *, api_key: str | None = None, routes: Sequ
         "POST /release_kv_cache_memory": _run(lambda asked: engine.release_kv_cache(), status="kv_cache_released"),
         "POST /reset_prefix_cache": _run(lambda asked: _reset(engine, asked), success=True),
         "POST /update_weight_version": _run(
-            lambda asked: engine.label(_field(asked.body, "new_version", str)), success=True
+            lambda asked: engine.set_name(_field(asked.body, "new_version", str)), success=True
         ),
         "POST /collective_rpc": _run(lambda asked: _call(engine, asked.body)),
     }
-    handlers[f"POST {PATH}"] = handler(DiskLoads(engine).load, read_json)
+    handlers[f"POST {PATH}"] = handler(DiskLoads(engine, engine.model).load, read_json)
     own = [Route(route.split()[1], handler, methods=route.split()[:1]) for route, handler in handlers.items()]
     return Starlette(
         routes=[*own, *routes],
@@ -141,8 +140,6 @@ async def read_json(request: Request) -> Any:
 
 
 class _Asked(NamedTuple):
-    """A request's query and JSON body."""
-
     query: QueryParams
     body: Info
 
@@ -218,7 +215,6 @@ def _call(engine: EmbeddedEngine, body: Info) -> Info:
 
 
 def _reset(engine: EmbeddedEngine, asked: _Asked) -> None:
-    """Drop the keys and values of running requests if the query says so; there is no other cache."""
     if asked.query.get("reset_running_requests", "").lower() in ("true", "1"):
         engine.scheduler.forget()
 
@@ -229,14 +225,10 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer with an error; only the log shows the text of errors that are not ours."""
+    """Answer with an error in vLLM's form; only the log shows the text of errors that are not ours."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
     known = isinstance(error, WeightSyncError)
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
     words = str(error) if known else "the engine failed on this request; its log has the reason"
-    return _error(status, words, type(error).__name__)
-
-
-def _error(status: int, words: str, kind: str) -> JSONResponse:
-    """Return an error response in vLLM's form."""
-    return JSONResponse({"error": {"message": words, "type": kind, "param": None, "code": status}}, status_code=status)
+    fields = {"message": words, "type": type(error).__name__, "param": None, "code": status}
+    return JSONResponse({"error": fields}, status_code=status)

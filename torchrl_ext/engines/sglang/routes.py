@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import EngineRefusedError
-from torchrl_ext.base.messages import Finish, Join, Message, Poll, Prefetch, answers_of
+from torchrl_ext.base.messages import Join, Message, Poll, Prefetch, Start, answers_of
 from torchrl_ext.base.routes import CHANNEL, FROM_A_PAGE, Flush, merged
 from torchrl_ext.base.types import Info
 from torchrl_ext.engines.update_from_disk import DiskLoads, answered
@@ -38,7 +38,6 @@ class _Reloadable:
 
     def __init__(self, manager: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._manager, self._loop = weakref.proxy(manager), loop
-        self.model = str(manager.server_args.model_path)
 
     def paused(self) -> bool:
         return bool(self._manager.is_pause)
@@ -52,28 +51,23 @@ class _Reloadable:
     def resume(self) -> None:
         self._call("continue_generation", "ContinueGenerationReqInput")
 
-    def handle(self, message: Message) -> Info:
-        answer = self._ask(message)
-        if isinstance(message, (Join, Prefetch)):
-            asked = Poll(connection=message.connection)
-            Deadline(_STEP_S).poll(
-                lambda: not self._ask(asked).get("working"), f"SGLang's workers did not {message.kind}"
-            )
-        return answer
+    def call(self, message: Message) -> None:
+        self._ask(message)
+        match message:
+            case Join() | Prefetch():
+                asked = Poll(connection=message.connection)
+                Deadline(_STEP_S).poll(
+                    lambda: not self._ask(asked).get("working"), f"SGLang's workers did not {message.kind}"
+                )
+            case Start():
+                Deadline(_FLUSH_S).poll(
+                    lambda: self._ask(Flush()).get("flushed"),
+                    late=lambda: EngineRefusedError("requests that are paused hold the cache of the old weights"),
+                )
 
-    def finish(self, message: Finish, label: str | None) -> None:
-        self.handle(message)
-        label = str(message.version) if label is None else label
-        self._call("update_weight_version", "UpdateWeightVersionReqInput", new_version=label, abort_all_requests=False)
-
-    def drop_cached(self) -> None:
-        Deadline(_FLUSH_S).poll(
-            lambda: self._ask(Flush()).get("flushed"),
-            late=lambda: EngineRefusedError("requests that are paused hold the cache of the old weights"),
-        )
-
-    def undo(self, landing: bool) -> bool:
-        return not landing  # nobody can tell what workers hold then, or what they cached
+    def set_name(self, version: str) -> None:
+        fields = {"new_version": version, "abort_all_requests": False}
+        self._call("update_weight_version", "UpdateWeightVersionReqInput", **fields)
 
     def _ask(self, message: Message) -> Info:
         action = CHANNEL + json.dumps(message.to_json())
@@ -81,7 +75,6 @@ class _Reloadable:
         return merged(answers_of([json.loads(text) for text in words.split(" | ")], "SGLang"))
 
     def _call(self, method: str, kind: str, **fields: Any) -> Any:
-        """Call a method of the manager with one of SGLang's requests, and return its answer."""
         request = getattr(importlib.import_module("sglang.srt.managers.io_struct"), kind)(**fields)
         call: Coroutine[Any, Any, Any] = getattr(self._manager, method)(request)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -102,10 +95,11 @@ async def update(original: Callable[..., Any], manager: Any, order: Any, request
         manager.abort_request(abort_all=True)
 
     if manager not in _loads:
-        _loads[manager] = DiskLoads(_Reloadable(manager, asyncio.get_running_loop()))
+        server = _Reloadable(manager, asyncio.get_running_loop())
+        _loads[manager] = DiskLoads(server, str(manager.server_args.model_path))
 
     async def body() -> Info:
-        return {name: getattr(order, name) for name in ("model_path", "load_format", "weight_version", "flush_cache")}
+        return {name: getattr(order, name) for name in ("model_path", "load_format", "weight_version")}
 
     answer = await answered(_loads[manager].load, body())
     return answer["success"], answer["message"], answer["num_paused_requests"]

@@ -17,7 +17,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route, request_response
 
-from torchrl_ext.base.messages import Finish
 from torchrl_ext.base.routes import Guard
 from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
 from torchrl_ext.sync.local.module import VLLMObjectPort
@@ -41,24 +40,6 @@ class UpdateFromDisk:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine, and the checkpoint that it was started with."""
-        self._loads = DiskLoads(_Reloadable(engine_client, args.model, asyncio.get_running_loop()))
+        port = VLLMObjectPort(engine_client, pause_mode="keep", loop=asyncio.get_running_loop())
+        self._loads = DiskLoads(port, args.model)
         self._keys += [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
-
-
-class _Reloadable(VLLMObjectPort):
-    """The engine behind the route, driven from threads beside the server's loop."""
-
-    def __init__(self, engine: Any, model: str, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(engine, pause_mode="keep", loop=loop)
-        self.model = model
-
-    def paused(self) -> bool:
-        return bool(super().paused())
-
-    def finish(self, message: Finish, label: str | None) -> None:
-        self.call(message)
-        if label is not None:
-            self.set_name(label)
-
-    def undo(self, landing: bool) -> bool:
-        return not landing  # nobody can tell what workers hold then

@@ -22,24 +22,23 @@ from torchrl_ext.data.update_source import UpdateSource
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.data.weights.source import WeightSource
-from torchrl_ext.sync.local.module import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
+from torchrl_ext.sync.local.module import LocalPort, ModulePort, VLLMObjectPort
 from torchrl_ext.sync.sender import WeightSender
 
 __all__ = ["InProcessEngine"]
 
 _VLLM = {"vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"}
-_EMBEDDED = {"torchrl_ext.engines.embedded.engine.EmbeddedEngine"}
 
 
 class InProcessEngine(Engine):
     """Drives an engine object of this process, and switches its weights between requests.
 
     Args:
-        engine: vLLM's `AsyncLLM` or `LLM`, TorchRL's `LocalLLMWrapper` of one, the embedded engine's object, a
-            `WeightReceiver`, or a module, TensorDict or mapping of tensors to wrap in one.
+        engine: vLLM's `AsyncLLM` or `LLM`, TorchRL's `LocalLLMWrapper` of one, a `WeightReceiver`, or a module,
+            TensorDict or mapping of tensors to wrap in one.
         url: name for reports.
-        pause_mode: what happens to running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
-            ``"wait"`` lets them finish, ``"abort"`` aborts them.
+        pause_mode: what happens to running requests of vLLM: ``"keep"`` freezes them, ``"wait"`` lets them finish,
+            ``"abort"`` aborts them.
         keep_cache: keep the KV cache of the old weights: frozen requests continue with it, and later requests to vLLM
             with the same prefix reuse it. Each token still has the version that sampled it.
         loop: event loop of an `AsyncLLM`; None finds it.
@@ -69,8 +68,6 @@ class InProcessEngine(Engine):
         self._object: LocalPort
         if bases & _VLLM:
             self._object = VLLMObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop)
-        elif bases & _EMBEDDED:
-            self._object = EmbeddedObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache)
         else:
             self._object = ModulePort(engine)
         self._object.url, self._object.timeout_s = url, timeout_s

@@ -1,4 +1,4 @@
-"""Ports of engines in this process: a module, a receiver, a vLLM object, the embedded engine's object."""
+"""Ports of engines in this process: a module, a receiver, a vLLM object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, wait
-from dataclasses import replace
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
@@ -33,7 +32,7 @@ from torchrl_ext.data.weights.source import WeightSource
 from torchrl_ext.sync.outputs import score
 from torchrl_ext.sync.receiver import WeightReceiver
 
-__all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
+__all__ = ["LocalPort", "ModulePort", "VLLMObjectPort"]
 
 _PLUGIN: Final = "install this package beside vLLM; if VLLM_PLUGINS is set, add torchrl_ext to it"
 _COPYING_S: Final = 10.0
@@ -68,16 +67,10 @@ class LocalPort(Port):
         return EngineInfo(url=self.url, kind=self.kind)
 
     def state(self) -> EngineState:
-        return replace(EngineState.of([self.handle(State())]), asleep=self.asleep())
-
-    def asleep(self) -> frozenset[str]:
-        """Return the tags whose memory was released."""
-        return frozenset()
+        return EngineState.of([self.handle(State())])
 
     def check(self) -> None:
         """Raise EngineError if the engine cannot be updated because it is dead or asleep."""
-        if self.asleep():
-            raise EngineError(f"{self.url} is asleep", expected="an engine that is awake", hint="wake it up first")
 
     @abstractmethod
     def start_weights(self) -> WeightSource:
@@ -137,53 +130,6 @@ class ModulePort(LocalPort):
         return score(self._module.receiver.target, prompts)
 
 
-class EmbeddedObjectPort(LocalPort):
-    """The embedded engine's object (`torchrl_ext.engines.embedded.engine.EmbeddedEngine`)."""
-
-    transport = "ipc"
-
-    def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool) -> None:
-        self._engine = engine
-        self._mode, self._keep_cache = pause_mode, keep_cache
-
-    def handle(self, message: Message) -> Info:
-        answer: Info = self._engine.handle(message)
-        if isinstance(message, Finish):
-            self._engine.label(str(message.version))
-        return answer
-
-    def call(self, message: Message) -> list[Info]:
-        answers = super().call(message)
-        if isinstance(message, Start) and not self._keep_cache:
-            self._engine.scheduler.forget()
-        return answers
-
-    def describe(self) -> EngineInfo:
-        version = self._engine.scheduler.version
-        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model, weight_version=version)
-
-    def paused(self) -> bool:
-        return bool(self._engine.scheduler.paused)
-
-    def asleep(self) -> frozenset[str]:
-        return frozenset(self._engine.asleep)
-
-    def pause(self) -> None:
-        self._engine.pause(self._mode, self.timeout_s)
-
-    def resume(self) -> None:
-        self._engine.resume()
-
-    def wake(self, tags: frozenset[str]) -> None:
-        self._engine.wake_up(sorted(tags))
-
-    def start_weights(self) -> WeightSource:
-        return self._engine.checkpoint or CheckpointSource(self._engine.model)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._engine.logprobs(prompts)
-
-
 class VLLMObjectPort(LocalPort):
     """vLLM's `AsyncLLM` or `LLM`, without changes to vLLM's code, and however it was made.
 
@@ -237,7 +183,6 @@ class VLLMObjectPort(LocalPort):
         return answer
 
     def _ask(self, message: Message) -> list[Info]:
-        """Return each worker's answer."""
         if CALL not in self._config.additional_config:
             raise EngineRefusedError("this vLLM was made without our plugin", state="nothing was changed", hint=_PLUGIN)
         rows = self._do(self._llm.collective_rpc, CALL, args=(json.dumps(message.to_json()),))
@@ -358,7 +303,6 @@ class VLLMObjectPort(LocalPort):
 
 
 def _running_here() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

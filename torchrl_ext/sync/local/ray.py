@@ -73,7 +73,6 @@ def _open(held: Any, pick: Callable[[Any], Any] | None, **settings: Any) -> Port
 
 
 def _the_ray() -> Any:
-    """Import `ray`, or raise ConfigError if it is not installed."""
     try:
         import ray
     except ImportError as error:
