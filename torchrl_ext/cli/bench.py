@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -197,7 +196,7 @@ def measure_transports(size: str, repeats: int) -> Info:
     shapes, total = SIZES[size], 2 * sum(map(math.prod, SIZES[size].values()))
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
         try:
-            spawn(_take_part, (shapes, repeats, (free_port(), free_port()), uuid.uuid4().hex, Path(root)), nprocs=2)
+            spawn(_take_part, (shapes, repeats, [free_port() for _ in range(3)], Path(root)), nprocs=2)
         except ProcessException as error:
             raise TransportError(f"a process of the measurement failed: {error}") from None
         taken = json.loads(Path(root, "taken.json").read_text())
@@ -213,7 +212,7 @@ def measure_transports(size: str, repeats: int) -> Info:
     }
 
 
-def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], channel: str, root: Path) -> None:
+def _take_part(rank: int, shapes: Shapes, repeats: int, ports: Sequence[int], root: Path) -> None:
     """Go through all ways: rank 0 holds ones, and sends them to rank 1, which holds zeros."""
     source, target = (
         {name: torch.full(shape, value, dtype=torch.bfloat16) for name, shape in shapes.items()} for value in (1, 0)
@@ -222,10 +221,11 @@ def _take_part(rank: int, shapes: Shapes, repeats: int, ports: tuple[int, int], 
     gloo: Any = dist  # a group of its own: with a default group both processes would be ranks of one trainer
     group = gloo.ProcessGroupGloo(gloo.TCPStore("127.0.0.1", ports[0], 2, rank == 0, waits), rank, 2, waits)
     with (
-        IPCTransport(channel, timeout_s=_TIMEOUT_S) as ipc,
+        IPCTransport(ports[2], rank, 2, "cpu", timeout_s=_TIMEOUT_S) as ipc,
         VLLMCollectiveTransport("127.0.0.1", ports[1], rank, 2, "cpu", timeout_s=_TIMEOUT_S) as collective,
     ):
         collective.init_all_workers_group({})
+        ipc.init_all_workers_group({})
 
         def move(transport: Any) -> None:
             if rank == 0:

@@ -265,7 +265,7 @@ class GlooCarrier(Carrier):
     def begin(self, moves: Sequence[Move], within: Deadline) -> None:
         for move in moves:
             if move.kind == "sum":
-                self._follow(move, made_in_time(partial(self._backend.allreduce, [move.flat]), within))
+                self._follow(move, self._backend.allreduce([move.flat]))
             elif move.kind == "broadcast":
                 self._follow(move, self._backend.broadcast(move.flat, 0))
             else:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -28,8 +29,8 @@ __all__ = [
     "CollectiveWorker",
     "Incoming",
     "VLLMCollectiveTransport",
-    "broadcast",
     "buckets_of",
+    "handoff_of",
     "send_buckets",
 ]
 
@@ -111,12 +112,7 @@ class _Window:
 
 
 def send_buckets(
-    broadcasts: Group,
-    buckets: Sequence[Bucket],
-    packer: Packer,
-    *,
-    bucket_bytes: int,
-    sliced: bool = True,
+    broadcasts: Group, buckets: Sequence[Bucket], packer: Packer, *, bucket_bytes: int, sliced: bool = True
 ) -> None:
     """Broadcast everything that ``packer`` packs (trainer end).
 
@@ -196,6 +192,17 @@ class CollectiveLoad(GroupLoad, frozen=True, kw_only=True):
     bucket_bytes: Count
 
 
+@final
+class CollectiveWorker(GroupWorker):
+    """Receives the trainer's broadcasts in a group."""
+
+    load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
+
+    def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
+        buckets = buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
+        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
+
+
 class VLLMCollectiveTransport(StandaloneTransport):
     """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up).
 
@@ -234,6 +241,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "collective"
+    worker: ClassVar[type[GroupWorker]] = CollectiveWorker
 
     def __init__(
         self,
@@ -291,7 +299,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
-            self.member.enter(self.rank, self.world_size, params, within, again=True)
+            about = self.worker.about(Worker(rank=self.rank, params=params))
+            self.member.enter(self.rank, self.world_size, params, within, about=about, again=True)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
@@ -328,7 +337,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         return self.world_size
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> CollectiveWorker:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> GroupWorker:
         """As `Transport.join`.
 
         Raises:
@@ -342,8 +351,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 hint="give each engine the rank offset 1 + workers of the engines before it",
             )
         member = offer.member()
-        member.enter(here.rank, offer.members, (), within)
-        return CollectiveWorker(member)
+        member.enter(here.rank, offer.members, (), within, about=cls.worker.about(here))
+        return cls.worker(member, here)
 
     # an update
 
@@ -362,15 +371,16 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._handoffs += 1
         load = CollectiveLoad(handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
         buckets = buckets_of(params, self.bucket_bytes, group.carrier.sizes)
-        return broadcast(group, load, update, buckets, bucket_bytes=self.bucket_bytes)
+        send = partial(send_buckets, group, buckets, bucket_bytes=self.bucket_bytes)
+        return handoff_of(group, load, update, send)
 
-    def attend(self, within: Deadline) -> CollectiveWorker:
+    def attend(self, within: Deadline) -> GroupWorker:
         if self.rank == 0:
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
         self.member.group(within)
-        return CollectiveWorker(self.member)
+        return self.worker(self.member, Worker(rank=self.rank))
 
     def announce(self, arrival: Arrival, within: Deadline) -> None:
         self.member.group(within).announce(arrival)
@@ -390,33 +400,21 @@ class VLLMCollectiveTransport(StandaloneTransport):
             )
 
 
-@final
-class CollectiveWorker(GroupWorker):
-    """Receives the trainer's broadcasts in a group."""
-
-    load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
-
-    def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
-        buckets = buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
-        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
-
-
-def broadcast(group: Group, load: GroupLoad, update: Update, buckets: Sequence[Bucket], **how: Any) -> Handoff:
-    """Return the handoff of a version that rank 0 broadcasts in its group.
+def handoff_of(group: Group, load: GroupLoad, update: Update, send: Callable[[Packer], None]) -> Handoff:
+    """Return the handoff of a version that rank 0 sends to all others.
 
     Args:
         group: of all ranks.
         load: what workers need to receive the version.
         update: the version.
-        buckets: the layout of its parameters.
-        how: as in `send_buckets`.
+        send: sends what it takes out of the packer.
     """
     stats = TransferStats()
 
     def transfer(within: Deadline) -> None:
         began, group.stop = time.perf_counter(), within.stop
         try:
-            send_buckets(group, buckets, Packer(update.params, checked(update.source, update.params)), **how)
+            send(Packer(update.params, checked(update.source, update.params)))
             group.await_workers(load.handoff)
         except (TransportError, DeadlineError) as error:
             raise group.sending_failed(load.handoff, update.version, error) from error

@@ -21,6 +21,7 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, IntegrityError, StoreError, TransportError
 from torchrl_ext.base.registry import encodings
 from torchrl_ext.base.types import Info, ParamMeta, Wire
+from torchrl_ext.data.group.group import GroupWorker
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.landing.changes import Changes
 from torchrl_ext.data.stores.chain import Chain
@@ -30,7 +31,7 @@ from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.broadcast import Broadcast, send
-from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.transports.disk import Invitation, SharedRoot
 from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
@@ -86,7 +87,7 @@ class DeltaReader(StandaloneEnd):
         store: Store,
         base: str | None,
         *,
-        group: CollectiveWorker | None = None,
+        group: GroupWorker | None = None,
         copies: Callable[[str], bool] = lambda name: False,
         slices: Mapping[str, tuple[Block, ...]] | None = None,
     ) -> None:
@@ -373,7 +374,7 @@ class DeltaTransport(StandaloneTransport):
         return DeltaReader(
             self._store,
             self._base,
-            group=None if self._group is None else CollectiveWorker(self._group.member),
+            group=None if self._group is None else self._group.attend(within),
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
 

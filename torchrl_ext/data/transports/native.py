@@ -51,7 +51,12 @@ from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
 from torchrl_ext.data.group.nccl import NcclCarrier, new_unique_id, package
 from torchrl_ext.data.group.store import KeyStore, dial, listen
 from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
-from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
+from torchrl_ext.data.transports.collective import (
+    Incoming,
+    VLLMCollectiveTransport,
+    handoff_of,
+    send_buckets,
+)
 
 __all__ = ["NAME", "GroupInvitation", "Meeting", "NativeTransport"]
 
@@ -365,10 +370,11 @@ class NativeTransport(VLLMCollectiveTransport):
         buckets, calls = layout_of(update.params, self.make, size)
         self._handoffs += 1
         load = NativeLoad(handoff=self._handoffs, make=self.make, bucket_bytes=size, calls=calls)
-        return broadcast(group, load, update, buckets, bucket_bytes=size, sliced=False)
+        send = partial(send_buckets, group, buckets, bucket_bytes=size, sliced=False)
+        return handoff_of(group, load, update, send)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:  # type: ignore[override]
+    def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:
         """As `Transport.join`.
 
         Raises:
@@ -383,7 +389,7 @@ class NativeTransport(VLLMCollectiveTransport):
         member = Member(*where, device=device, backend=backend, timeout_s=within.timeout_s)
         meeting = member.keep(Meeting(offer.make, group, here.rank, device=device, within=within))
         member.take(meeting.form(within.again()))
-        return NativeWorker(member)
+        return NativeWorker(member, here)
 
 
 @final
