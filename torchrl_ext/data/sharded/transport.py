@@ -115,7 +115,7 @@ class ShardedTransport(VLLMCollectiveTransport):
         workers: without a control layer, the number of workers.
         device: device of the tensors that are sent and received; by default this thread's accelerator, or the CPU
             without one.
-        backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
+        backend: ``"nccl"`` or ``"gloo"``, which copies through the host; by default that of the device.
         bucket_bytes: largest number of bytes that a trainer rank sends, and a worker receives, in one round; two rounds
             overlap. None takes 8 MiB over gloo, and 256 MiB between devices.
         secret: as in `VLLMCollectiveTransport`.

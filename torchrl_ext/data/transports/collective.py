@@ -217,7 +217,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             without one.
         vllm_engine: the engines that receive. The transport itself never calls them; a `TransportWeightUpdater` over it
             drives them, and a `WeightSender` takes them as an argument.
-        backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
+        backend: ``"nccl"`` or ``"gloo"``, which copies through the host; by default that of the device.
         bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time; None takes 8 MiB over gloo, and
             256 MiB between devices.
         secret: without a control layer, a secret that only the ranks know; with "", anyone who finds the port can join.
