@@ -192,15 +192,14 @@ class Group:
         except BaseException as error:
             if group is not None:
                 group.sever()
+            if not isinstance(error, RuntimeError):
+                raise
             others = ", ".join(f"rank {rank} ({process})" for rank, process in seat.peers.items() if rank != seat.rank)
-            failed = f"rank {seat.rank} could not form a {seat.backend} group of {len(seat.peers)}"
-            parts = {"expected": f"connections to {others}", "state": "no group was formed"}
-            if isinstance(error, (TransportError, DeadlineError)):
-                parts["expected"] = error.expected or parts["expected"]
-                raise type(error)(f"{failed}: {error.what}", **parts) from error
-            if isinstance(error, RuntimeError) and not isinstance(error, WeightSyncError):
-                raise TransportError(f"{failed}: connections could not be made: {brief(error)}", **parts) from error
-            raise
+            raise (DeadlineError if isinstance(error, DeadlineError) else TransportError)(
+                f"rank {seat.rank} could not form a {seat.backend} group of {len(seat.peers)}: {brief(error)}",
+                expected=f"connections to {others}",
+                state="no group was formed",
+            ) from error
         return group
 
     # bytes

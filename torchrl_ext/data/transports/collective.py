@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
+from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError, why
 from torchrl_ext.base.types import Count, Info, ParamMeta
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.buckets import Bucket, BufferPool, Lander, Packer, layout
@@ -274,7 +274,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
         where = (master_address, self.master_port, secret)
         self.member = Member(*where, device=self.device, backend=self.backend, timeout_s=timeout_s)
         self.master_address = self.member.address
-        self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
 
     # forming the group
@@ -324,7 +323,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
         def transfer(within: Deadline) -> None:
             self.member.host(size, params, within)
-            self._agreed = {meta.name: meta for meta in params}
 
         return Handoff(info=offer.to_json(), transfer=transfer)
 
@@ -359,15 +357,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_trainer("send_weights")
         group, params = self.member.group(within), update.params
-        for meta in params if self._agreed else ():
-            if self._agreed.get(meta.name) != meta:
-                raise ManifestError(
-                    f"parameter {meta.name!r} is {meta}",
-                    expected=f"the metadata that the group agreed on: "
-                    f"{self._agreed.get(meta.name, 'no such parameter')}",
-                    state="nothing was sent",
-                    hint="call init_all_workers_group with the metadata of the tensors that you send",
-                )
         self._handoffs += 1
         load = CollectiveLoad(handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
         buckets = buckets_of(params, self.bucket_bytes, group.carrier.sizes)
