@@ -242,6 +242,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     name: ClassVar[str] = "collective"
     worker: ClassVar[type[GroupWorker]] = CollectiveWorker
+    """The class of a worker's end."""
 
     def __init__(
         self,
@@ -330,7 +331,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         if self.world_size is None:
             raise ConfigError(
                 "the number of workers is not known",
-                hint="give world_size (1 + workers), or connect through an engine client",
+                hint="say how many there are, or connect through an engine client",
             )
         return self.world_size
 
