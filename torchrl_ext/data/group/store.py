@@ -607,13 +607,11 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
     def stop() -> None:
         ended.set()
         with suppress(OSError):  # it was closed
-            listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
+            listener.shutdown(socket.SHUT_RDWR)  # frees the port, and lets go of the thread that accepts
         listener.close()
-        thread.join(_GOODBYE_S)  # which holds the address until it returns
 
     listener.settimeout(None)
-    thread = threading.Thread(target=accept, name=name, daemon=True)
-    thread.start()
+    threading.Thread(target=accept, name=name, daemon=True).start()
     return stop
 
 
