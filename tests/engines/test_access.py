@@ -212,7 +212,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     offers = [
         ("disk", shared),
         ("delta", {**shared, "base": str(tmp_path), "needs_base": True}),
-        ("ipc", {"address": "x"}),
+        ("ipc", {**group, "timeout_s": 0.05}),
         ("collective", {**group, "bucket_bytes": 1000, "timeout_s": 0.05}),
     ]
     joining = [

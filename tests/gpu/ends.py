@@ -30,6 +30,7 @@ from torchrl_ext.data.weights.source import MappingSource
 WAIT_S = 300
 FILES = ("delta", "disk")
 GROUPS = ("collective", "broadcast", "sglang", "vllm", "sharded")
+MEETING = (*GROUPS, "ipc")  # at a port
 """Roads on which both ends meet in a group, at a port; `sglang` and `vllm` are the wires of stock engines."""
 DEVICE_VARIABLE = "TORCHRL_EXT_TEST_DEVICE"
 """The device of both ends: ``cuda``, ``lag`` or ``cpu``; by default CUDA's, if there is one."""
@@ -285,11 +286,9 @@ def end_of(road, role):
     how, trains, name = {"timeout_s": road.timeout_s}, role == "trainer", road.transport
     if name in FILES:
         return tx.make_transport(name, root=road.place, **how)
-    if name == "ipc":
-        return tx.make_transport(name, channel=road.place, **how)
     if name in ("sglang", "vllm"):
         return StockWire(role, name, int(road.place), road.timeout_s)
-    how |= {"master_address": "127.0.0.1", "master_port": int(road.place)}
+    how |= {"master_port": int(road.place)}
     if name == "sharded":
         return tx.make_transport(name, workers=1, worker=None if trains else 0, **how)
     how |= {"rank": int(not trains), "world_size": 2}
@@ -322,7 +321,7 @@ def main(role, roads):
 
 
 def _meet(road, own, weights):
-    if road.transport in GROUPS:
+    if road.transport in MEETING:
         own.init_all_workers_group({name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()})
     say(met=road.transport)
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
 
-from tests.gpu.ends import GROUPS, Road
+from tests.gpu.ends import MEETING, Road
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.control.serving.processes import free_port
 
@@ -81,7 +81,7 @@ def running(role, roads):
 def placed(roads):
     """The roads, each with a place where its ends meet."""
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-gpu-") as folder:
-        places = (free_port() if road.transport in GROUPS else f"{folder}/{at}" for at, road in enumerate(roads))
+        places = (free_port() if road.transport in MEETING else f"{folder}/{at}" for at, road in enumerate(roads))
         yield [dataclasses.replace(road, place=str(place)) for road, place in zip(roads, places, strict=True)]
 
 
@@ -171,6 +171,6 @@ def _outlived(road, victim, alive, timeout_s):
         error = alive.hear("error", timeout_s + _SURE_S)
         seconds = round(time.monotonic() - began, 2)
         assert error["error"] in ("TransportError", "NotConnectedError"), error
-        assert road.transport not in GROUPS or f"(pid {other.child.pid}" in error["text"], error
+        assert road.transport not in MEETING or f"(pid {other.child.pid}" in error["text"], error
         assert alive.hear("lives", timeout_s)["lives"] == 3
         return {"error": error["error"], "text": error["text"][:_SHOWN], "seconds": seconds}

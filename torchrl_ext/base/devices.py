@@ -45,8 +45,8 @@ Recorded = list[tuple[torch.device, torch.Event]]
 """A point in what a thread queued on some devices."""
 
 
-BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
-"""The backend of torch's process groups that moves memory of a type of device; ROCm's type is "cuda", too."""
+BACKENDS = {"cuda": "nccl"}
+"""The backend that moves memory of a type of device; ROCm's type is "cuda", too."""
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable of the environment by which a process sees some of a machine's devices."""

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from tests.data.group.members import WAIT_S, beside, meet, place
 from tests.processes import calling, finished
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.devices import backend_of
-from torchrl_ext.base.errors import ConfigError, TransportError
+from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.control.serving.processes import free_port
 from torchrl_ext.data.group import backends, nccl
 from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, carrier_of, choose_backend
@@ -56,13 +55,15 @@ def test_a_process_that_leaves_transfers_half_way_ends_in_peace(how, status):
     assert (done.stdout, done.returncode) == ("left\n", status), done.stderr[-2000:]
 
 
-# a backend of torch's, with gloo in the place of a vendor's
+# torch's NCCL, with gloo in its place
 
 
-class Vendors:
-    """What a vendor's backend is to torch: coalesced sends, and works that complete by themselves."""
+class Played:
+    """What NCCL is to torch: coalesced sends, and works that complete by themselves."""
 
-    def __init__(self, store, rank, size):
+    Options = SimpleNamespace
+
+    def __init__(self, store, rank, size, _):
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=WAIT_S)
@@ -104,23 +105,15 @@ class Work:
 
 
 class TestTorch(CarrierContract):
-    backend = "vendors"
+    backend = "nccl"
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def world(cls, class_patch):
-        creator = lambda *args: Vendors(*args[:3])  # noqa: E731
-        class_patch.setitem(dist.Backend._plugins, "VENDORS", dist.Backend._BackendPlugin(creator, False))
+        class_patch.setattr(dist, "ProcessGroupNCCL", Played, raising=False)
 
     def carrier(self, seat):
         return TorchCarrier(seat)
-
-    def test_a_vendor_may_take_options_in_place_of_arguments(self, monkeypatch):
-        creator = lambda own, _: Vendors(own.store, own.group_rank, own.group_size)  # noqa: E731
-        plugin = dist.Backend._BackendPlugin(creator, True)
-        monkeypatch.setitem(dist.Backend._plugins, "VENDORS", plugin)
-        with self.groups(size=2) as (first, second):
-            self.carry(first, second)
 
     def test_the_first_transfer_is_read_behind_its_callers_stream(self, monkeypatch):
         """It begins in another thread, since torch forms a communicator then, without a deadline."""
@@ -141,28 +134,18 @@ class TestTorch(CarrierContract):
             assert store.get("0") == bytes(range(128, 256)) and store.check(["0"])
         assert not store.check(["exception_dump"])
 
-    def test_a_torch_without_the_backend_says_so(self):
-        with self.seats(size=2) as seats, pytest.raises(TransportError, match=r"no backend 'hccl'.*vendor"):
-            TorchCarrier(replace(seats[0], backend="hccl"))
-
-    def test_a_user_is_warned_once_of_torchs_watchdog(self, monkeypatch, caplog):
-        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    def test_a_user_is_warned_of_torchs_watchdog(self, monkeypatch, caplog):
         monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
         backends._warn_of_the_watchdog.cache_clear()
-        with self.seats(size=2) as seats:
-            for seat in seats:
-                with pytest.raises(TypeError):  # from the backend that is none
-                    TorchCarrier(replace(seat, backend="nccl"))
-        (warning,) = [one.message for one in caplog.records if "watchdog" in one.message]
+        with self.groups(size=2):
+            (warning,) = {one.message for one in caplog.records if "watchdog" in one.message}
         assert "ends this process" in warning and "torchrl_ext[nccl]" in warning
 
 
 # which carrier
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), [("cuda", "nccl"), ("xpu", "xccl"), ("npu", "hccl"), ("cpu", "gloo"), ("mps", "gloo")]
-)
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl"), ("xpu", "gloo"), ("cpu", "gloo")])
 def test_each_device_has_the_backend_of_its_vendor(device, backend):
     assert backend_of(SimpleNamespace(type=device)) == backend  # a torch without the vendor's names knows not all
 
@@ -178,7 +161,7 @@ def test_gloo_copies_through_the_host_and_others_do_not():
 
 def test_nccl_is_carried_by_its_own_package_where_it_can_be(monkeypatch):
     assert nccl.package() is None  # here
-    assert [carrier_of(name) for name in ("gloo", "nccl", "xccl")] == [GlooCarrier, TorchCarrier, TorchCarrier]
+    assert [carrier_of(name) for name in ("gloo", "nccl")] == [GlooCarrier, TorchCarrier]
     fake_nccl.install(monkeypatch)
     assert carrier_of("nccl") is NcclCarrier
     library = sys.modules["nccl"].core.get_version().libnccl

@@ -1,8 +1,7 @@
-"""The key store of a connection: both ends, over TCP and a Unix socket; deaths, strangers, and messages of any kind."""
+"""The key store of a connection: both ends; deaths, strangers, and messages of any kind."""
 
 import hmac
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -26,23 +25,19 @@ from torchrl_ext.data.group import store
 from torchrl_ext.data.group.store import LOST, VALUE_BYTES, Channel, HostedStore, RemoteStore
 
 
-def hosted(local=False):
-    return HostedStore(f"torchrl_ext-test-{secrets.token_hex(8)}" if local else "127.0.0.1", None if local else 0, "s")
+def hosted(port=0):
+    return HostedStore("127.0.0.1", port, "s")
 
 
-def joined(trainer, timeout_s=WAIT_S):
-    return RemoteStore(trainer.host, trainer.port, trainer.secret, Deadline(timeout_s))
-
-
-def worker_at(port):
-    return RemoteStore("127.0.0.1", port, "s", Deadline(WAIT_S))
+def worker_at(port, timeout_s=WAIT_S):
+    return RemoteStore("127.0.0.1", port, "s", Deadline(timeout_s))
 
 
 @contextmanager
-def ends(local=False):
+def ends():
     """The store of the trainer and of two workers."""
-    trainer = hosted(local)
-    workers = [joined(trainer) for _ in range(2)]
+    trainer = hosted()
+    workers = [worker_at(trainer.port) for _ in range(2)]
     try:
         yield trainer, *workers
     finally:
@@ -57,9 +52,9 @@ def kept():
     trainer.close()
 
 
-@pytest.fixture(params=[False, True], ids=["tcp", "local"])
-def stores(request):
-    with ends(request.param) as made:
+@pytest.fixture
+def stores():
+    with ends() as made:
         yield made
 
 
@@ -104,8 +99,8 @@ def test_who_closes_gives_the_reason_to_all(stores, by):
     assert stores[0].find("answer") == 7
 
 
-def leaves_a_will(host, port):
-    worker = RemoteStore(host, port, "s", Deadline(WAIT_S))
+def leaves_a_will(port):
+    worker = worker_at(port)
     worker.will("gone", "an earlier will")
     worker.will(LOST, f"rank 1 (pid {os.getpid()}) is gone")
     assert worker.find("absent") is None
@@ -115,7 +110,7 @@ def leaves_a_will(host, port):
 
 def test_a_death_executes_the_will(stores):
     trainer, worker, _ = stores
-    with running_python(calling(leaves_a_will, trainer.host, trainer.port)) as child:
+    with running_python(calling(leaves_a_will, trainer.port)) as child:
         assert child.stdout.readline() == "there\n" and not worker.lost()
         child.kill()
         with pytest.raises(NotConnectedError, match=rf"rank 1 \(pid {child.pid}\) is gone"):
@@ -126,7 +121,7 @@ def test_a_death_executes_the_will(stores):
 
 
 def hosts():
-    trainer = HostedStore("127.0.0.1", 0, "s")
+    trainer = hosted()
     print(trainer.port, flush=True)
     if os.fork() == 0:  # a child that outlives its parent
         time.sleep(WAIT_S)
@@ -155,13 +150,13 @@ def test_a_frozen_trainer_is_noticed_by_every_question():
         ends_it = threading.Timer(10 * SHORT_S, lambda: (late.append("it waited for ever"), child.kill()))
         ends_it.start()
         with pytest.raises(DeadlineError, match=f"127.0.0.1:{port} did not answer within 1 s"):
-            RemoteStore("127.0.0.1", port, "s", Deadline(SHORT_S))
+            worker_at(port, SHORT_S)
         ends_it.cancel()
         assert not late
 
 
-def forks(host, port):
-    worker = RemoteStore(host, port, "s", Deadline(WAIT_S))
+def forks(port):
+    worker = worker_at(port)
     worker.will("gone", True)
     if (child := os.fork()) == 0:
         worker.close("a child")  # which leaves the parent's connection alone
@@ -172,7 +167,7 @@ def forks(host, port):
 
 
 def test_a_forked_child_ends_nothing(stores):
-    done = finished(calling(forks, stores[0].host, stores[0].port))
+    done = finished(calling(forks, stores[0].port))
     assert done.returncode == 0, done.stderr
     assert stores[0].find("gone", Deadline(WAIT_S)) and not stores[0].lost()
 
@@ -180,12 +175,12 @@ def test_a_forked_child_ends_nothing(stores):
 def test_why_the_last_attempt_failed_is_in_the_error():
     port = free_port()
     with pytest.raises(DeadlineError, match=rf"no trainer \(rank 0\) listened at 127.0.0.1:{port} \(.*refused"):
-        RemoteStore("127.0.0.1", port, "s", Deadline(0.2))
+        worker_at(port, 0.2)
     with talking(lambda connection, _: None) as port:
         said = [""]
         while "it closed the connection" not in said[-1] and len(said) < 9:  # an attempt may be open at the deadline
             with pytest.raises(DeadlineError) as error:
-                RemoteStore("127.0.0.1", port.port, "s", Deadline(0.3))
+                worker_at(port.port, 0.3)
             said.append(str(error.value))
         assert "it closed the connection" in said[-1], said
 
@@ -208,16 +203,21 @@ def test_a_worker_refuses_a_host_without_the_secret():
 
 
 def test_an_address_in_use_is_named(stores):
-    words = "pick another master_port" if stores[0].port else f"process {os.getpid()} of user {os.geteuid()}"
-    with pytest.raises(TransportError, match=rf"(?s)cannot listen at .*{words}"):
-        HostedStore(stores[0].host, stores[0].port, "s")
+    with pytest.raises(TransportError, match=r"(?s)cannot listen at .*pick another master_port"):
+        hosted(stores[0].port)
+
+
+def test_a_trainer_listens_again_where_it_just_did():
+    port = free_port()
+    for _ in range(20):
+        hosted(port).close()
 
 
 def test_silent_strangers_keep_nobody_out(stores, monkeypatch):
     monkeypatch.setattr(store, "_GREET_S", 0.3)
     trainer = stores[0]
-    strangers = [store.dial(trainer.host, trainer.port, Deadline(WAIT_S)) for _ in range(40)]
-    joined(trainer).close()
+    strangers = [store.dial("127.0.0.1", trainer.port, Deadline(WAIT_S)) for _ in range(40)]
+    worker_at(trainer.port).close()
     for stranger in strangers:
         stranger.settimeout(WAIT_S)
         while stranger.recv(4096):  # its greeting, and then it is disconnected
@@ -229,7 +229,7 @@ def test_connections_have_a_bound(monkeypatch):
     with ends() as (trainer, worker, _):
         monkeypatch.setattr(store, "_MOST_CONNECTIONS", 2)
         with pytest.raises(DeadlineError, match=r"closed the connection|reset|did not answer"):
-            joined(trainer, SHORT_S)
+            worker_at(trainer.port, SHORT_S)
         assert worker.find("absent") is None
 
 
@@ -285,7 +285,7 @@ def test_malformed_requests_do_not_stop_the_store(kept, draw, known):
     if draw.random() < 0.2:
         data = draw.choice([b"", b"{", b"\xff\xfe", b"[" * 100_000, b"NaNN"])
     say(kept.port, framed(data) if known else data, "s" if known else None)
-    worker = joined(kept)
+    worker = worker_at(kept.port)
     worker.set("b", [2])
     assert worker.find("b") == [2] and kept.find("b") == [2]
     worker.close()

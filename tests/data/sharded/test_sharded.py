@@ -231,29 +231,3 @@ def test_damage_on_the_way_is_named_and_the_version_is_not_taken(ends, monkeypat
     outcome, received = sent(ends, {"first": torch.ones(4, 5)})
     assert isinstance(received, IntegrityError) and "'first'" in str(received)
     assert isinstance(outcome, tx.WeightSyncError) and "'first'" in str(outcome)
-
-
-def test_what_an_end_moves_in_a_round_begins_in_one_call(ends, monkeypatch):
-    begun, is_open = {0: [], 1: []}, {}  # over NCCL such a call is a group
-
-    @contextmanager
-    def together(self):
-        begun[self.rank].append([])
-        is_open[self.rank] = True
-        yield
-        is_open[self.rank] = False
-
-    def counted(own):
-        def move(self, flat, peer):
-            assert is_open[self.rank], "a transfer outside of any round"
-            begun[self.rank][-1].append(flat.numel())
-            return own(self, flat, peer)
-
-        return move
-
-    monkeypatch.setattr(Group, "together", together)
-    for name in ("send", "receive"):
-        monkeypatch.setattr(Group, name, counted(getattr(Group, name)))
-    outcome, received = sent(ends, {name: torch.ones(700) for name in "abcd"})  # of which a bucket holds one
-    assert outcome is None, (outcome, received)
-    assert begun == {0: [[2800]] * 4 + [[64]], 1: [[2800]] * 4 + [[64]]}

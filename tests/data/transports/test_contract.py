@@ -20,24 +20,14 @@ from torchrl_ext.data.transports.base import Abilities, Worker
 from torchrl_ext.testing import SMALL_BYTES, WAIT_S, free_port
 
 
-class OnChannel(StandaloneContract):
-    """Ends that meet on a named channel of this machine."""
-
-    settings: ClassVar = {}
-
-    def make_ends(self, tmp_path):
-        return Ends(*(tx.make_transport(self.name, channel=str(tmp_path), **self.settings) for _ in range(2)))
-
-    def make_trainer(self, tmp_path):
-        return tx.make_transport(self.name, **self.settings)
-
-
-class TestMemory(OnChannel):
+class TestMemory(StandaloneContract):
     name = "memory"
 
+    def make_ends(self, tmp_path):
+        return Ends(*(tx.MemoryTransport(str(tmp_path)) for _ in range(2)))
 
-class TestIPC(OnChannel):
-    name, settings = "ipc", {"bucket_bytes": SMALL_BYTES}
+    def make_trainer(self, tmp_path):
+        return tx.MemoryTransport()
 
 
 class UnderRoot(StandaloneContract):
@@ -84,6 +74,10 @@ class TestCollective(InGroup):
     name, settings = "collective", {"master_address": "127.0.0.1", "bucket_bytes": SMALL_BYTES}
 
 
+class TestIPC(InGroup):
+    name, settings = "ipc", {"bucket_bytes": SMALL_BYTES}
+
+
 class TestNativeSGLang(InGroup):
     name, settings = "native", {"make": "sglang", "backend": "gloo", "bucket_bytes": SMALL_BYTES}
 
@@ -103,7 +97,7 @@ class TestSharded(InGroup):
         return {"worker": None if rank == 0 else 0, "workers": 1}
 
 
-SUITES = [suite for kind in (OnChannel, UnderRoot, InGroup) for suite in kind.__subclasses__()]
+SUITES = [TestMemory, *UnderRoot.__subclasses__(), *InGroup.__subclasses__()]
 
 
 def test_every_registered_transport_is_under_the_contract():
@@ -114,7 +108,7 @@ REFUSED = {
     "collective": [{"rank": 2, "world_size": 2}, {"backend": "mpi"}, {"bucket_bytes": -1}],
     "delta": [{"encoding": "deltaz"}],
     "disk": [{"files": {name: b""}} for name in ("../x", "a/b", "", ".hidden", "manifest.json", "model.safetensors")],
-    "ipc": [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}],
+    "ipc": [{"bucket_bytes": 100}, {"rank": 2, "world_size": 2}, {"timeout_s": 0}],
     "native": [{"make": "tensorrt"}, {"make": "vllm"}, {"bucket_bytes": 0}, {"timeout_s": 0}],
     "sharded": [{"bucket_bytes": 0}, {"worker": 2, "workers": 2}],
 }

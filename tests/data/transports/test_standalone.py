@@ -14,7 +14,7 @@ from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import IntegrityError, WeightSyncError
 from torchrl_ext.base.messages import Join, Prefetch
 from torchrl_ext.data.transports import disk
-from torchrl_ext.data.transports.base import Arrival, Worker
+from torchrl_ext.data.transports.base import Arrival
 from torchrl_ext.testing import WAIT_S, assert_held
 
 
@@ -82,19 +82,6 @@ def test_abort_ends_the_current_wait_and_no_later_wait(tmp_path, monkeypatch, na
 
 
 # the memory transport
-
-
-def join(info):
-    return tx.MemoryTransport.join(info, Worker(rank=1), Deadline(WAIT_S))
-
-
-def test_a_worker_that_leaves_does_not_take_the_channel_with_it():
-    trainer, alone = tx.MemoryTransport("shared"), tx.MemoryTransport("shared")
-    info = trainer.open(2, (), Deadline(WAIT_S)).info
-    join(info).close()
-    join(info)
-    trainer.send_weights({"x": torch.ones(1)})
-    assert alone.receive_weights(0.0)["x"] == 1
 
 
 def held_by(transport):

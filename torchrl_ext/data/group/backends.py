@@ -6,14 +6,11 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any, final
 
 import torch
@@ -31,8 +28,8 @@ from torchrl_ext.base.devices import (
     usable_device,
     wait_for,
 )
-from torchrl_ext.base.errors import ConfigError, TransportError, WeightSyncError
-from torchrl_ext.data.group.calls import in_time, made_in_time, run_beside, wait_for_at_exit
+from torchrl_ext.base.errors import ConfigError, WeightSyncError
+from torchrl_ext.data.group.calls import made_in_time, run_beside
 from torchrl_ext.data.group.carrier import DEVICE, HOST, Carrier, Move, Seat, polled
 from torchrl_ext.data.group.nccl import NcclCarrier, as_launched, package
 
@@ -45,9 +42,8 @@ _DEVICES = 2
 _THREADS = 8
 _LATER_S = 5.0
 """Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
-_SLICE_S = 0.1
+_SLICE = timedelta(milliseconds=100)
 _NEVER = timedelta(days=365)
-_LOOK_UP_S = 10.0
 _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 1 << 20
 
@@ -57,15 +53,13 @@ def choose_backend(device: torch.device | str | int | None, backend: str | None)
 
     Args:
         device: by default this thread's accelerator, or the CPU without one or with gloo.
-        backend: ``"gloo"``, ``"nccl"``, ``"xccl"`` or ``"hccl"``; by default that of the device.
+        backend: ``"gloo"`` or ``"nccl"``; by default that of the device.
 
     Raises:
         ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
     """
     if backend not in (None, "gloo", *BACKENDS.values()):
-        raise ConfigError(
-            f"there is no collective backend {backend!r}", expected="'gloo', or that of the device: 'nccl' on CUDA"
-        )
+        raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo', or 'nccl' on CUDA")
     if device is None:
         chosen = torch.device("cpu") if backend == "gloo" else current_device()
     else:
@@ -126,11 +120,11 @@ class GroupStore(Store):
 
 @final
 class TorchCarrier(Carrier):
-    """Any backend of torch's for device memory: nccl without nccl4py, xccl, hccl and others that are registered.
+    """Torch's own NCCL, where there is no nccl4py, and for stock SGLang.
 
     Torch forms communicators when they are used first, without a deadline, so that the first transfer begins in a
-    thread. What an abort does to its work differs by backend. With nccl, torch's watchdog ends the whole process when
-    it notices that a peer is gone, unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` was set when the process began.
+    thread. Its watchdog ends the whole process when it notices that a peer is gone, unless
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` was set when the process began.
 
     Args:
         seat: of this process.
@@ -143,10 +137,9 @@ class TorchCarrier(Carrier):
     sizes = DEVICE
 
     def __init__(self, seat: Seat, store: Any = None) -> None:
-        if seat.backend == "nccl":
-            _warn_of_the_watchdog()
+        _warn_of_the_watchdog()
         self._store = GroupStore(seat) if store is None else store  # C++ does not keep a store's Python methods
-        made = partial(_torch_backend, seat.backend, self._store, seat.rank, len(seat.peers))
+        made = partial(_torch_nccl, self._store, seat.rank, len(seat.peers))
         self._backend: Any = made_in_time(made, seat.within)
         self._first, self._ended = True, False
         self._begun: deque[Move] = deque()  # which hold their memory
@@ -204,28 +197,11 @@ def _settle(move: Move, work: Any, ended: bool = False) -> None:
     move.end(failure)
 
 
-def _torch_backend(name: str, store: Any, rank: int, size: int) -> Any:
-    """Return torch's backend object of that name: one that torch has built in, or one that a vendor registered."""
-    plugin = dist.Backend._plugins.get(name.upper())
-    if plugin is None:
-        kind: Any = getattr(dist, f"ProcessGroup{name.upper()}", None)
-        if kind is None:
-            raise TransportError(
-                f"this build of torch has no backend {name!r}",
-                expected="the torch of the device's vendor, with its collectives",
-                hint="give backend='gloo' on every rank, which copies through the host",
-            )
-        options = kind.Options()
-        options._timeout = _NEVER  # where it passed, torch would end the process, and our waits have their own
-        return kind(store, rank, size, options)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, _NEVER)
-    from torch._C._distributed_c10d import _DistributedBackendOptions
-
-    where = _DistributedBackendOptions()
-    where.store, where.group_rank, where.group_size, where.timeout = store, rank, size, _NEVER
-    where.group_id, where.global_ranks_in_group = "torchrl_ext", list(range(size))
-    return plugin.creator_fn(where, None)
+def _torch_nccl(store: Any, rank: int, size: int) -> Any:
+    kind: Any = dist.ProcessGroupNCCL  # a CPU build has none
+    options = kind.Options()
+    options._timeout = _NEVER  # where it passed, torch would end the process, and our waits have their own
+    return kind(store, rank, size, options)
 
 
 @cache
@@ -240,6 +216,9 @@ def _warn_of_the_watchdog() -> None:
 @final
 class GlooCarrier(Carrier):
     """gloo, for host memory: connections that both ends see closed when one dies.
+
+    gloo tells the end of a send or receive only to a thread that waits, and closes every connection at the deadline of
+    a wait, so each of them has a thread that waits for as long as the group lives.
 
     Args:
         seat: of this process.
@@ -257,50 +236,30 @@ class GlooCarrier(Carrier):
         options = _gloo_options(seat.store.host, seat.store.port, seat.within, devices, threads)
         make = partial(dist.ProcessGroupGloo, self._store, seat.rank, len(seat.peers), options)
         self._held: list[Any] = [made_in_time(make, seat.within)]
-        self._devices, self._patience_s = devices, seat.within.timeout_s + _LATER_S
-        self._lock = threading.Lock()
-        self._begun: deque[Any] = deque()  # works: a backend is destroyed only when nothing runs
-        self._lines: dict[tuple[str, int | None], tuple[SimpleQueue[Any], Future[Any]]] = {}
+        self._devices, self._lock = devices, threading.Lock()
+        self._begun: deque[Any] = deque()  # a backend is destroyed only when nothing runs
 
     def begin(self, moves: Sequence[Move], within: Deadline) -> None:
-        for move in moves:
-            if move.kind == "sum":
-                self._follow(move, made_in_time(partial(self._backend.allreduce, [move.flat]), within))
-            elif move.kind == "broadcast":
-                self._follow(move, self._backend.broadcast(move.flat, 0))
-            else:
-                self._line_up(move)
-
-    @property
-    def _backend(self) -> Any:
-        for backend in [*self._held]:
-            return backend
-        raise RuntimeError("it was aborted")
-
-    def _follow(self, move: Move, work: Any) -> None:
-        move.handle = work
         with self._lock:
-            while self._begun and self._begun[0].is_completed():
+            if not self._held:
+                raise RuntimeError("it was aborted")
+            backend = self._held[0]
+            while self._begun and self._begun[0]():
                 self._begun.popleft()
-            self._begun.append(work)
-
-    def _line_up(self, move: Move) -> None:
-        """Begin the slices of a transfer, and have a thread wait for them."""
-        assert move.flat is not None
-        works: list[tuple[Any, int]] = []
-        with self._lock:
-            backend = self._backend
-            call = backend.send if move.kind == "send" else backend.recv
-            try:
-                for number, part in enumerate(move.flat.split(self.sizes.slice_bytes or move.nbytes)):
-                    works.append((call([part], move.peer, number % self._devices), part.numel()))  # a tag picks one
-            finally:
-                way = move.kind, move.peer
-                if way not in self._lines:
-                    queue: SimpleQueue[Any] = SimpleQueue()
-                    self._lines[way] = queue, run_beside(partial(_wait_in_turn, queue, self._patience_s))
-                queue, beside = self._lines[way]
-                queue.put((beside, move, works))
+            for move in moves:
+                assert move.flat is not None
+                if move.kind in ("send", "receive"):
+                    call, works = backend.send if move.kind == "send" else backend.recv, list[tuple[Any, int]]()
+                    try:
+                        for number, part in enumerate(move.flat.split(self.sizes.slice_bytes or move.nbytes)):
+                            works.append((call([part], move.peer, number % self._devices), part.numel()))  # by a tag
+                    finally:
+                        self._begun.append(run_beside(partial(_wait_for, move, works)).done)
+                else:
+                    sums = move.kind == "sum"
+                    work = backend.allreduce([move.flat]) if sums else backend.broadcast(move.flat, 0)
+                    move.handle = work
+                    self._begun.append(work.is_completed)
 
     def arrives(self, move: Move, seconds: float) -> bool:
         work = move.handle
@@ -317,12 +276,9 @@ class GlooCarrier(Carrier):
     def abort(self) -> None:
         with self._lock:
             held, self._held = self._held, []
-            lines, self._lines = list(self._lines.values()), {}
         if held:
             _close_connections(held[0], self._devices)
-            for queue, _ in lines:
-                queue.put(None)
-            run_beside(partial(_destroy_later, [beside for _, beside in lines], self._begun, held, self._store))
+            run_beside(partial(_destroy_later, self._begun, held, self._store))
 
 
 CARRIERS: dict[str, type[Carrier]] = {"gloo": GlooCarrier}
@@ -336,14 +292,14 @@ def carrier_of(backend: str) -> type[Carrier]:
     return CARRIERS.get(backend, TorchCarrier)
 
 
-def _gloo_options(host: str, port: int | None, within: Deadline, devices: int, threads: int) -> Any:
+def _gloo_options(host: str, port: int, within: Deadline, devices: int, threads: int) -> Any:
     """Return options of gloo, whose devices are bound to the interface that reaches the trainer.
 
     GLOO_SOCKET_IFNAME may name other interfaces, as in torch.
 
     Args:
         host, port: where the trainer is.
-        within: every wait of ours has as many seconds; its flag ends a look-up.
+        within: every wait of ours has as many seconds.
         devices, threads: how many of each.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
@@ -352,48 +308,30 @@ def _gloo_options(host: str, port: int | None, within: Deadline, devices: int, t
     if names:
         options._devices = [make(interface=names[index % len(names)]) for index in range(devices)]
     else:
-        own = _own_address(host, port, within.stop)
+        own = _own_address(host, port)
         options._devices = [make(hostname=own) for _ in range(devices)]
     options._threads, options._timeout = threads, timedelta(seconds=within.timeout_s + _LATER_S)
     return options
 
 
-def _own_address(host: str, port: int | None, stop: threading.Event) -> str:
+def _own_address(host: str, port: int) -> str:
     """Return this machine's address on the route to the trainer."""
-    within = Deadline(_LOOK_UP_S, stop=stop)
-    places = in_time(partial(socket.getaddrinfo, host, port, type=socket.SOCK_DGRAM), within)
-    if not places:
-        raise within.error(f"no name server knew {host}")
-    family, _, _, _, target = places[0][0]
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel picks the interface
         return probe.getsockname()[0]
 
 
-def _wait_in_turn(queue: SimpleQueue[Any], longest_s: float) -> None:
-    """Wait for the transfers over gloo to one peer, or from it, one after the other, until None comes.
-
-    gloo tells the end of a transfer only to a thread that waits, and closes every connection at the deadline of a wait.
-
-    Args:
-        queue: of transfers: the call in which this runs, the transfer, and the works of its slices with their bytes.
-        longest_s: deadline of each slice, in seconds.
-    """
-    while (item := queue.get()) is not None:
-        call: Future[Any] = item[0]
-        move: Move = item[1]
-        failure: RuntimeError | None = None
-        for work, nbytes in item[2]:
-            seconds = longest_s if failure is None else _SLICE_S  # other slices may still use the memory
-            wait_for_at_exit(call, time.monotonic() + seconds)
-            try:
-                work.wait(timedelta(seconds=seconds))
-                move.landed += nbytes
-            except RuntimeError as error:
-                failure = move.failure = failure or error  # which ends the waits for it
-            del work
-        move.end(failure)
-        del item, move, failure  # nothing is held while the next one is waited for
+def _wait_for(move: Move, works: Sequence[tuple[Any, int]]) -> None:
+    """Wait for the slices of a transfer: their works, and their bytes."""
+    failure: RuntimeError | None = None
+    for work, nbytes in works:
+        try:
+            work.wait(_NEVER if failure is None else _SLICE)  # other slices may still use the memory
+            move.landed += nbytes
+        except RuntimeError as error:
+            failure = move.failure = failure or error  # which ends the waits for it
+    move.end(failure)
 
 
 def _close_connections(backend: Any, devices: int) -> None:
@@ -408,16 +346,15 @@ def _close_connections(backend: Any, devices: int) -> None:
                     backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(_AT_ONCE)
 
 
-def _destroy_later(busy: list[Future[Any]], begun: deque[Any], held: list[Any], store: Any) -> None:
-    """Destroy a backend of gloo's once nothing runs on it; ``store`` lives until then.
+def _destroy_later(begun: deque[Callable[[], bool]], held: list[Any], store: Any) -> None:
+    """Destroy a backend of gloo's once everything that was ``begun`` is over; ``store`` lives until then.
 
     gloo leaves a send that was half-way when its connection broke to its timeout. Destroying the backend earlier
     would block in a destructor, which takes the process down when the interpreter ends meanwhile.
     """
-    wait(busy)
     pause = threading.Event()
     while begun:
-        while not begun[0].is_completed():
+        while not begun[0]():
             pause.wait(0.01)
         begun.popleft()
     held.clear()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -13,22 +11,18 @@ from typing import Any
 from torchrl_ext.base.deadline import Deadline, in_thread
 from torchrl_ext.base.errors import TransportError, WeightSyncError
 
-__all__ = ["brief", "in_time", "made_in_time", "run_beside", "sever_at_exit", "wait_for_at_exit"]
+__all__ = ["brief", "in_time", "made_in_time", "run_beside", "sever_at_exit"]
 
 _SLICE_S = 0.05
 _TEARDOWN_S = 2.0
-_NEAR_S = 10.0
-"""A call into C++ that returns while the interpreter ends takes the process down, so the end waits for such a one."""
-
-_CALLS: dict[Future[Any], float] = {}
-"""Calls that run, and the monotonic moments by which they return."""
+_CALLS: set[Future[Any]] = set()
 
 
 def run_beside(call: Callable[[], Any]) -> Future[Any]:
     """Run ``call`` in a thread of its own, and return the future of its result."""
     made = in_thread(call, "torchrl-ext-beside")
-    _CALLS[made] = math.inf
-    made.add_done_callback(lambda done: _CALLS.pop(done, None))
+    _CALLS.add(made)
+    made.add_done_callback(_CALLS.discard)
     return made
 
 
@@ -72,21 +66,8 @@ def sever_at_exit(one: Any) -> None:
     _SEVERABLE.add(one)
 
 
-def wait_for_at_exit(call: Future[Any], at: float) -> None:
-    """Have the end of the process wait for a call that is in C++, if it will return soon.
-
-    Args:
-        call: of `run_beside`.
-        at: monotonic moment by which it returns; a later one for the same call replaces an earlier one.
-    """
-    if call in _CALLS:
-        _CALLS[call] = at
-
-
 @atexit.register
 def _sever_all() -> None:
     for one in list(_SEVERABLE):
         one.sever()
-    wait(list(_CALLS), _TEARDOWN_S)
-    soon = time.monotonic() + _NEAR_S
-    wait([call for call, at in list(_CALLS.items()) if at < soon], _NEAR_S)
+    wait(list(_CALLS), _TEARDOWN_S)  # a call into C++ that returns while the interpreter ends takes the process down

@@ -14,7 +14,7 @@ import uuid
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol, TypeVar, cast, final
 
@@ -35,9 +35,8 @@ from torchrl_ext.base.types import Count, ParamMeta, Params, Port, Seconds, Text
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.calls import brief, sever_at_exit
 from torchrl_ext.data.group.carrier import Carrier, Move, Seat
-from torchrl_ext.data.group.nccl import settings
 from torchrl_ext.data.group.store import LOST, HostedStore, KeyStore, RemoteStore
-from torchrl_ext.data.transports.base import Arrival
+from torchrl_ext.data.transports.base import Arrival, Worker
 from torchrl_ext.data.transports.standalone import StandaloneEnd
 
 __all__ = ["Group", "GroupLoad", "GroupOffer", "GroupWorker", "Member", "ranks_text"]
@@ -59,6 +58,13 @@ _ERRORS: Mapping[str, type[WeightSyncError]] = {
     kind.__name__: kind for kind in (ConfigError, ManifestError, DeadlineError, TransportError)
 }
 """The errors that workers raise in the words of the trainer, by name; a TransportError stands for any other."""
+
+
+_MEET = {
+    "expected": "every rank enters at the same time",
+    "state": "no group was formed",
+    "hint": "start the missing ranks, or correct world_size",
+}
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -105,7 +111,7 @@ class _Note(Wire, frozen=True, kw_only=True):
         params: the parameters that it expects to be moved; empty for any.
         backend: as in `Seat`.
         library: of its carrier.
-        settings: variables of its environment on which ranks must agree, as far as they are set.
+        about: see `Group.about`.
     """
 
     world_size: int | None
@@ -113,7 +119,7 @@ class _Note(Wire, frozen=True, kw_only=True):
     params: Params
     backend: str
     library: str
-    settings: dict[str, str]
+    about: Any = None
 
 
 class _Answer(Wire, frozen=True, kw_only=True):
@@ -146,6 +152,7 @@ class Group:
         workers: ranks other than 0.
         acknowledged: number of the handoff that this worker answered to last; 0 before the first.
         announced, params: number of the last announcement, 0 before the first, and its parameters.
+        about: in rank 0, what each worker says of itself; not trusted.
         sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
     """
 
@@ -155,6 +162,7 @@ class Group:
         self.world_size, self.carrier = len(seat.peers), carrier
         self.alive, self.workers, self.acknowledged, self.announced = True, range(1, len(seat.peers)), 0, 0
         self.params: tuple[ParamMeta, ...] = ()
+        self.about: dict[int, Any] = {}
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._lock, self._order = threading.Lock(), threading.RLock()
@@ -184,15 +192,14 @@ class Group:
         except BaseException as error:
             if group is not None:
                 group.sever()
+            if not isinstance(error, RuntimeError):
+                raise
             others = ", ".join(f"rank {rank} ({process})" for rank, process in seat.peers.items() if rank != seat.rank)
-            failed = f"rank {seat.rank} could not form a {seat.backend} group of {len(seat.peers)}"
-            parts = {"expected": f"connections to {others}", "state": "no group was formed"}
-            if isinstance(error, (TransportError, DeadlineError)):
-                parts["expected"] = error.expected or parts["expected"]
-                raise type(error)(f"{failed}: {error.what}", **parts) from error
-            if isinstance(error, RuntimeError) and not isinstance(error, WeightSyncError):
-                raise TransportError(f"{failed}: connections could not be made: {brief(error)}", **parts) from error
-            raise
+            raise (DeadlineError if isinstance(error, DeadlineError) else TransportError)(
+                f"rank {seat.rank} could not form a {seat.backend} group of {len(seat.peers)}: {brief(error)}",
+                expected=f"connections to {others}",
+                state="no group was formed",
+            ) from error
         return group
 
     # bytes
@@ -206,6 +213,10 @@ class Group:
         flat = torch.full((1,), own, dtype=torch.float32, device=self.device)
         self.wait(self._begin(Move("sum", flat)))
         return flat.item()
+
+    def barrier(self) -> Move:
+        """Begin a barrier, and return the transfer to `wait` for: then every rank has begun it."""
+        return self._begin(Move("sum", torch.zeros(1, dtype=torch.float32, device=self.device)))
 
     def broadcast(self, flat: Tensor) -> Move:
         """Begin a broadcast of ``flat`` from rank 0, and return the transfer to `wait` for; else as `send`."""
@@ -478,8 +489,8 @@ class Member:
     def __init__(
         self, address: str, port: int, secret: str, *, device: torch.device, backend: str, timeout_s: float
     ) -> None:
-        self.address = address.removeprefix("[").removesuffix("]")  # of IPv6, as URLs have it
-        self.port, self.secret, self.device, self.backend, self.timeout_s = port, secret, device, backend, timeout_s
+        self.address, self.port, self.secret = address, port, secret
+        self.device, self.backend, self.timeout_s = device, backend, timeout_s
         self._store: KeyStore | None = None
         self._group: Group | None = None
 
@@ -520,7 +531,7 @@ class Member:
         store = self.keep(HostedStore(self.address, self.port, secret))
         return GroupOffer(
             master_address=self.address,
-            master_port=store.port,  # type: ignore[arg-type]  # it has one
+            master_port=store.port,
             secret=secret,
             members=size,
             backend=self.backend,
@@ -540,8 +551,10 @@ class Member:
         if store is None:
             raise NotConnectedError("the connection was closed", hint="open it again")
         try:
-            peers = _admit(store, size, self._note(size, params), within)
+            notes = _admit(store, size, self._note(size, params), within)
+            peers = {rank: note.process for rank, note in notes.items()}
             self._group = Group.form(Seat(store, 0, peers, self.device, self.backend, within.again()))
+            self._group.about = {rank: note.about for rank, note in notes.items()}
             for key in ("answer", "note/", "ready/", "group/"):  # every rank is past them, since it took part
                 store.drop(key)
         except BaseException as error:
@@ -550,11 +563,19 @@ class Member:
         return self._group
 
     def enter(
-        self, rank: int, size: int | None, params: tuple[ParamMeta, ...], within: Deadline, *, again: bool = False
+        self,
+        rank: int,
+        size: int | None,
+        params: tuple[ParamMeta, ...],
+        within: Deadline,
+        *,
+        about: Any = None,
+        again: bool = False,
     ) -> Group:
         """Join the group that the trainer forms (worker end).
 
         Args:
+            about: what the trainer finds in `Group.about`, for JSON.
             again: whether a store that ends while this rank waits is the last connection's, and another one follows.
 
         Raises:
@@ -563,7 +584,7 @@ class Member:
             TransportError: connections could not be made, or another thread ended the wait.
         """
         self.close()
-        within, own = self._deadline(within), self._note(size, params)
+        within, own = self._deadline(within), self._note(size, params, about)
         store, peers = None, None
         while peers is None:
             store = self.keep(RemoteStore(self.address, self.port, self.secret, within))
@@ -577,7 +598,7 @@ class Member:
                 raise
         assert store is not None
         try:
-            seat = Seat(store, rank, dict(enumerate(peers)), self.device, self.backend, within.again())
+            seat = Seat(store, rank, peers, self.device, self.backend, within.again())
             self._group = Group.form(seat)
         except BaseException as error:
             self.close(why(error))
@@ -609,72 +630,72 @@ class Member:
         """Own the group that was formed."""
         self._group = group
 
-    def _note(self, size: int | None, params: tuple[ParamMeta, ...]) -> _Note:
+    def _note(self, size: int | None, params: tuple[ParamMeta, ...], about: Any = None) -> _Note:
         return _Note(
             world_size=size,
             process=f"pid {os.getpid()} on {socket.gethostname()}",
             params=params,
             backend=self.backend,
             library=carrier_of(self.backend).library,
-            settings=settings() if self.backend == "nccl" else {},
+            about=about,
         )
 
 
-def _admit(store: KeyStore, size: int, own: _Note, within: Deadline) -> dict[int, str]:
+def _admit(store: KeyStore, size: int, own: _Note, within: Deadline) -> dict[int, _Note]:
     """Wait until every worker has left its note, check whether all agree, and let them in (trainer end).
 
     Returns:
-        The process of each rank, this one included, as messages name it.
+        The note of each rank, this one included.
     """
     workers = range(1, size)
-    store.set("note/0", own.to_json())
     found = store.collect("note/", workers, within)
     try:
         if absent := [rank for rank in workers if rank not in found]:
             _check_alive(store)
-            raise _absent(f"{ranks_text(absent)} of world size {size}", store, within)
+            raise within.error(f"{ranks_text(absent)} of world size {size} did not arrive at {store.address}", **_MEET)
         notes = {rank: _Note.from_json(read, f"the note of rank {rank}") for rank, read in found.items()}
         for rank, note in notes.items():
-            _agree(rank, _claims(own, note))
+            _agree(rank, own, note)
     except WeightSyncError as error:
         store.set("answer", {"kind": type(error).__name__, "error": str(error)})
         for _ in Deadline(LAST_WORDS_S).pauses():  # until each has read it
             if not store.collect("note/", found, Deadline(0.0)):
                 break
         raise
-    peers = {0: own.process, **{rank: note.process for rank, note in notes.items()}}
-    store.set("answer", {"peers": list(peers.values())})
+    notes = {0: own, **notes}
+    store.set("answer", {"peers": [note.process for note in notes.values()]})
     # a rank that died while others were awaited is named here, before a constructor blocks on it
     ready = store.collect("ready/", workers, within)
     if absent := [rank for rank in workers if rank not in ready]:
         _check_alive(store)
+        who = ", ".join(f"rank {rank} ({notes[rank].process})" for rank in absent)
         raise within.error(
-            f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived but then did not answer",
+            f"{who} arrived but then did not answer",
             state="no group was formed",
         )
-    return peers
+    return notes
 
 
-def _wait_for_admission(store: RemoteStore, rank: int, own: _Note, within: Deadline) -> Sequence[str]:
+def _wait_for_admission(store: RemoteStore, rank: int, own: _Note, within: Deadline) -> dict[int, str]:
     """Leave this rank's note, and wait until the trainer lets everyone in (worker end); return all processes."""
     store.set(f"note/{rank}", own.to_json())
     found = store.find("answer", within)
-    if found is None:
-        present = store.collect("note/", range(own.world_size or 1), Deadline(0.0))
-        store.drop(f"note/{rank}")
-        absent = [other for other in range(own.world_size or 1) if other != rank and other not in present]
-        raise _absent(ranks_text(absent or [0]), store, within)
     store.drop(f"note/{rank}")
+    if found is None:
+        raise within.error(f"the trainer at {store.address} let nobody in", **_MEET)
     answer = _Answer.from_json(found, "the answer of the trainer (rank 0)")
     if answer.error:
         raise _ERRORS.get(answer.kind, TransportError)(f"the trainer formed no group: {answer.error}")
-    size, expected = len(answer.peers), own.world_size or max(rank + 1, len(answer.peers))
-    _agree(rank, [("world_size", expected, size, "")])
-    if answer.peers[rank] != own.process:
-        raise ConfigError(f"{answer.peers[rank]} is rank {rank}, too", state="no group was joined")
+    peers = dict(enumerate(answer.peers))
+    if peers.get(rank) != own.process:
+        raise ConfigError(
+            f"to the trainer {peers.get(rank, 'nobody')} is rank {rank} of world_size {len(peers)}",
+            expected=own.process,
+            state="no group was joined",
+        )
     store.will(LOST, f"rank {rank} ({own.process}) is gone")
     store.set(f"ready/{rank}", True)
-    return answer.peers
+    return peers
 
 
 def _check_alive(store: KeyStore) -> None:
@@ -682,41 +703,22 @@ def _check_alive(store: KeyStore) -> None:
         raise TransportError(f"the connection ended before the group was formed: {lost}", state="no group was formed")
 
 
-def _absent(who: str, store: KeyStore, within: Deadline) -> WeightSyncError:
-    return within.error(
-        f"{who} did not arrive at {store.address}",
-        expected="every rank enters at the same time",
-        state="no group was formed",
-        hint="start the missing ranks, or correct world_size",
-    )
-
-
-def _claims(own: _Note, note: _Note) -> Iterator[tuple[str, object, object, str]]:
-    """Yield each thing on which a worker has to agree with the trainer: its name, what each of them has, and a hint."""
-    if note.world_size is not None:
-        yield "world_size", note.world_size, own.world_size, "give 1 + the number of workers"
-    yield "backend", note.backend, own.backend, "give backend= on every rank, or devices of the same kind"
-    hint = "install nccl4py (pip install 'torchrl_ext[nccl]') on every rank, or on none"
-    yield "the library that carries its bytes", note.library, own.library, hint
-    for name in [*own.settings, *note.settings]:
-        theirs = note.settings.get(name)
-        hint = f"start the trainer with {name}={theirs}" if theirs else f"start all without {name}"
-        yield f"the environment variable {name}", theirs, own.settings.get(name), hint
-    rows, own_rows = ({meta.name: meta for meta in one.params} for one in (note, own))
-    for name in [*own_rows, *rows] if own_rows and rows else ():
-        yield f"parameter {name!r}", rows.get(name), own_rows.get(name), ""
-
-
-def _agree(rank: int, claims: Iterable[tuple[str, object, object, str]]) -> None:
+def _agree(rank: int, own: _Note, note: _Note) -> None:
     """Raise the error that names the first thing on which a worker and the trainer disagree."""
-    for what, *both, hint in claims:
-        if both[0] != both[1]:
-            theirs, own = ("nothing" if value is None else value for value in both)
+    theirs, ours = ({meta.name: meta for meta in one.params} for one in (note, own))
+    claims = [
+        ("world_size", note.world_size or own.world_size, own.world_size),
+        ("backend", note.backend, own.backend),
+        ("the library that carries its bytes", note.library, own.library),
+        *((f"parameter {name!r}", theirs.get(name), ours.get(name)) for name in ours | theirs if ours and theirs),
+    ]
+    for what, there, here in claims:
+        if there != here:
             raise (ManifestError if what.startswith("parameter") else ConfigError)(
-                f"rank {rank} has {theirs} as {what}, and rank 0 has {own}",
+                f"rank {rank} has {there or 'nothing'} as {what}, and rank 0 has {here or 'nothing'}",
                 expected="the same on every rank",
                 state="no group was formed",
-                hint=hint,
+                hint="give every rank the same settings, and install nccl4py on all or none",
             )
 
 
@@ -748,13 +750,19 @@ class GroupWorker(StandaloneEnd):
 
     Args:
         member: of the group.
+        here: this worker.
     """
 
     load: ClassVar[type[GroupLoad]]
     """Of each handoff."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, here: Worker) -> None:
         self.member = member
+
+    @classmethod
+    def about(cls, here: Worker) -> Any:
+        """Return what the trainer has to know of a worker, for JSON; it finds it in `Group.about`."""
+        return None
 
     @abstractmethod
     def incoming(self, group: Group, load: Any, arrival: Arrival, into: Mapping[str, Tensor]) -> _Incoming:

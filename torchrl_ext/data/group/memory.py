@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import select
 import sys
 import uuid
 import weakref
@@ -27,15 +26,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import accelerator, current_device, settle, uuids
 from torchrl_ext.base.errors import ConfigError, IntegrityError, TransportError
 from torchrl_ext.base.types import Count, Wire
 from torchrl_ext.data.group.store import close_in_children
 
 __all__ = [
-    "HOST", "SEGMENT_BYTES", "SHARING", "SLOTS", "Bell", "DeviceHandle", "Handle", "HostHandle", "Named",
-    "SharedSegment", "Sharing", "create", "local_devices",
+    "HOST", "SEGMENT_BYTES", "SHARING", "SLOTS", "DeviceHandle", "Handle", "HostHandle", "SharedSegment", "Sharing",
+    "create", "local_devices",
 ]  # fmt: skip
 
 HOST = "cpu"
@@ -48,7 +46,6 @@ SEGMENT_BYTES = SLOTS * 64
 """The size of a segment is a multiple of it, so that a tensor of any dtype may begin where a half does."""
 
 _Size = Annotated[int, msgspec.Meta(gt=0, multiple_of=SEGMENT_BYTES)]
-_BOTH = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NAME = "torchrl_ext"  # what /proc/<pid>/maps shows
 _SAME = "trainer and worker as processes of one machine, one user and one pid namespace (one container, or --pid=host)"
 
@@ -88,57 +85,24 @@ class SharedSegment:
 
 
 @final
-class Bell:
-    """A pipe of this machine: one process rings, and another one hears each ring once.
-
-    Args:
-        descriptor: both ends of the pipe, owned from here on; None makes a pipe.
-
-    Attributes:
-        handle: names it to another process, which makes a bell of what `Named.opened` returns.
-    """
-
-    def __init__(self, descriptor: int | None = None) -> None:
-        if descriptor is None:
-            ends = os.pipe()
-            try:
-                descriptor = os.open(f"/proc/self/fd/{ends[0]}", _BOTH)
-            finally:
-                for end in ends:
-                    os.close(end)
-        about = os.fstat(descriptor)
-        self.handle = Named(pid=os.getpid(), fd=descriptor, inode=(about.st_dev, about.st_ino))
-        self.close = weakref.finalize(self, os.close, descriptor)
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-        close_in_children(self)
-
-    def ring(self) -> None:
-        """Ring once."""
-        os.write(self.handle.fd, b"\0")
-
-    def rang(self, within: Deadline) -> bool:
-        """Wait for a ring; return whether there was one by the deadline."""
-        return bool(self._poll.poll(1e3 * within.left_s)) and bool(os.read(self.handle.fd, 1))
-
-
-class Named(Wire, frozen=True, kw_only=True):
-    """Names memory or a pipe: process, its descriptor ``fd``, and device and inode number of the file behind that."""
+class HostHandle(Wire, frozen=True, kw_only=True, tag_field="kind", tag="host"):
+    """Names memory: a process, its descriptor ``fd``, and device and inode number of the file behind that."""
 
     pid: Count
     fd: Count
     inode: tuple[int, int]
+    nbytes: _Size
 
-    def opened(self) -> int:
-        """Open the file here; return a descriptor.
+    def attach(self) -> SharedSegment:
+        """Map the segment here.
 
         Raises:
             TransportError: it cannot be reached from here; says why.
-            IntegrityError: another file is there.
+            IntegrityError: other memory is there than the handle says.
         """
         path = f"/proc/{self.pid}/fd/{self.fd}"
         try:
-            descriptor = os.open(path, _BOTH)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
             reason = f"{error}"
             if isinstance(error, FileNotFoundError):
@@ -151,33 +115,14 @@ class Named(Wire, frozen=True, kw_only=True):
                 state="nothing was received",
                 hint="run both that way, or use transport 'collective' or 'disk'",
             ) from error
-        about = os.fstat(descriptor)
-        if (about.st_dev, about.st_ino) != self.inode:
-            os.close(descriptor)
-            raise IntegrityError(f"{path} is not what the trainer made", expected=_SAME)
-        return descriptor
-
-
-@final
-class HostHandle(Named, frozen=True, kw_only=True, tag_field="kind", tag="host"):
-    """Names memory of a process."""
-
-    nbytes: _Size
-
-    def attach(self) -> SharedSegment:
-        """Map the segment here.
-
-        Raises:
-            TransportError: it cannot be reached from here; says why.
-            IntegrityError: other memory is there than the handle says.
-        """
-        descriptor = self.opened()
         try:
-            size, seals = os.fstat(descriptor).st_size, 0
+            about, seals = os.fstat(descriptor), 0
             with suppress(OSError):  # it is no memory
                 seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            if size != self.nbytes or not seals & fcntl.F_SEAL_SHRINK:
-                raise IntegrityError("the trainer's memory is not sealed, or of another size", expected=_SAME)
+            if ((about.st_dev, about.st_ino), about.st_size) != (self.inode, self.nbytes):
+                raise IntegrityError(f"{path} is not what the trainer made", expected=_SAME)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise IntegrityError(f"{path} is not sealed", expected="memory that nobody can cut")
             return SharedSegment(_mapped(descriptor, self.nbytes), self)
         finally:
             os.close(descriptor)

@@ -7,7 +7,6 @@ it. Sources: NCCL's user guide, "Fault Tolerance" and "Creating a communicator w
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import deque
@@ -22,20 +21,7 @@ from torchrl_ext.base.errors import TransportError
 from torchrl_ext.data.group.calls import run_beside
 from torchrl_ext.data.group.carrier import DEVICE, Carrier, Move, Seat, polled
 
-__all__ = ["SETTINGS", "NcclCarrier", "as_launched", "new_unique_id", "package", "settings"]
-
-SETTINGS = tuple(
-    f"NCCL_{name}"
-    for name in (
-        "ALGO", "PROTO", "NTHREADS", "LL128_NTHREADS", "MIN_NCHANNELS", "MAX_NCHANNELS", "MIN_CTAS", "MAX_CTAS",
-        "MIN_P2P_NCHANNELS", "MAX_P2P_NCHANNELS", "NCHANNELS_PER_NET_PEER", "NVLS_ENABLE", "NVLS_NCHANNELS",
-        "NVLS_CHUNKSIZE", "NVLSTREE_MAX_CHUNKSIZE", "COLLNET_ENABLE", "MNNVL_ENABLE", "P2P_NET_DISABLE", "P2P_DISABLE",
-        "SHM_DISABLE", "P2P_NET_CHUNKSIZE", "P2P_LL_THRESHOLD", "BUFFSIZE", "LL_BUFFSIZE", "LL128_BUFFSIZE",
-        "CUMEM_ENABLE", "CUMEM_HOST_ENABLE",
-    )
-)  # fmt: skip
-"""Environment variables by which NCCL picks algorithms, channels, chunks and memory. Each rank picks for itself, and
-those that pick differently hang, or fail in the middle of an update."""
+__all__ = ["NcclCarrier", "as_launched", "new_unique_id", "package"]
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 """Of ``ncclResult_t``; any other value is an error."""
@@ -53,12 +39,6 @@ def as_launched() -> AbstractContextManager[None]:
     """
     unpinned: Any = getattr(sys.modules.get("vllm.utils.nccl"), "unpinned_nccl_env", nullcontext)
     return unpinned()
-
-
-def settings() -> dict[str, str]:
-    """Return the `SETTINGS` of this process, as far as they are set where communicators are formed."""
-    with as_launched():
-        return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
 def package() -> Any:

@@ -4,8 +4,8 @@ An update begins when every rank is there, and one that fails on any rank fails 
 orders in each, and posts how it ended; another rank takes the newest update that it has not followed. Because a store
 is not a collective, errors can name each rank that does not answer.
 
-Keys, below ``torchrl_ext/ranks/NAME/``: ``begun`` (the number of updates), and as JSON ``N/order/K`` and
-``N/answer/K/RANK``. Those of an update go when the next one has begun.
+Keys, below ``torchrl_ext/ranks/NAME/``: ``begun`` (the number of updates), and as compressed JSON
+``N/order/K`` and ``N/answer/K/RANK``. Those of an update go when the next one has begun.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -41,7 +42,6 @@ _PHASES = 30
 """Number of timeouts for which a rank waits for rank 0: an update has phases, each with its own deadline."""
 _SHORTEST_S, _LONGEST_S = 0.002, 0.05
 """Pauses between two looks into the store."""
-_MOST_BYTES = 4 << 20  # of one value; a TCPStore takes 8 MiB
 _BEGIN, _END = "begin", "end"
 """Orders without a step: every rank is there; every rank has run what it was ordered."""
 _WHERE = {
@@ -115,7 +115,9 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 @final
 class _Notes:
-    """The store below a prefix, with values of any length.
+    """The store below a prefix.
+
+    Messages are compressed: a TCPStore takes 8 MiB, and those of `sharded` list a model's parameters.
 
     Raises (all methods):
         NotConnectedError: the store is gone.
@@ -128,25 +130,16 @@ class _Notes:
         """Count ``more`` updates, and return the number of all."""
         return int(self._call("add", f"{self._prefix}begun", more))
 
-    def put(self, key: str, text: bytes) -> list[str]:
-        """Put a value, and return the keys that it took."""
-        pieces = [text[at : at + _MOST_BYTES] for at in range(0, max(1, len(text)), _MOST_BYTES)]
-        keys = [key, *(f"{key}/{number}" for number in range(1, len(pieces)))]
-        pieces[0] = b"%d %s" % (len(pieces), pieces[0])
-        for each, piece in reversed(list(zip(keys, pieces, strict=True))):  # readers look for the first one
-            self._call("set", self._prefix + each, piece)
-        return keys
+    def put(self, key: str, message: msgspec.Struct) -> str:
+        """Put a message, and return its key."""
+        self._call("set", self._prefix + key, zlib.compress(msgspec.json.encode(message), 1))
+        return key
 
     def there(self, *keys: str) -> bool:
         return bool(self._call("check", [self._prefix + key for key in keys]))
 
-    def get(self, key: str) -> bytes:
-        key = self._prefix + key
-        count, _, text = self._call("get", key).partition(b" ")
-        return b"".join([text, *(self._call("get", f"{key}/{number}") for number in range(1, int(count)))])
-
     def read(self, key: str, kind: type[Message]) -> Message:
-        return msgspec.json.decode(self.get(key), type=kind)
+        return msgspec.json.decode(zlib.decompress(self._call("get", self._prefix + key)), type=kind)
 
     def remove(self, keys: list[str]) -> None:
         with suppress(RuntimeError):  # some stores remove nothing
@@ -196,7 +189,7 @@ class Session(Ranks):
     def _post(self, order: _Order) -> None:
         if self._notes is not None:
             self._orders += 1
-            self._keys += self._notes.put(f"{self._prefix}order/{self._orders}", msgspec.json.encode(order))
+            self._keys.append(self._notes.put(f"{self._prefix}order/{self._orders}", order))
 
     def answers(self, within: Deadline | None = None) -> list[Info]:
         """Return the answers of ranks 1, 2, ... to the last order, in order of rank.
@@ -365,17 +358,17 @@ class TrainerRanks:
                 order = notes.read(key, _Order)
                 if not order.step:
                     break
-                answer = b""
+                answer = _Answer()
                 try:
-                    answer = msgspec.json.encode(_Answer(own[order.step](order.args) or {}))
+                    answer = _Answer(own[order.step](order.args) or {})
                 except Exception as error:  # noqa: BLE001 - as above
                     if failure is None and not isinstance(error, WeightSyncError):
                         failure = TransportError(errors.why(error))
                         failure.__cause__ = error
                     failure = failure or error
                 if failure is not None:
-                    answer = msgspec.json.encode(_Answer(failure=_Failure.of(failure)))
-                answered += notes.put(f"{self._last}/answer/{number}/{self.rank}", answer)
+                    answer = _Answer(failure=_Failure.of(failure))
+                answered.append(notes.put(f"{self._last}/answer/{number}/{self.rank}", answer))
         except WeightSyncError as error:
             if failure is not None:
                 raise failure from error

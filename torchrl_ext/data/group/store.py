@@ -1,8 +1,7 @@
 """A key store for one connection of a transport: hosted by the trainer, read and written by workers with its secret.
 
 Every message is a JSON object in a frame of `multiprocessing.connection.Connection`: its length in 4 bytes, most
-significant first, and its text. Nothing is pickled. A store is reached over TCP, or over a Unix socket of this machine
-(an address in Linux's abstract namespace, unix(7)), where the kernel says whose process the other end is.
+significant first, and its text. Nothing is pickled.
 
 ================================================  ================================================================
 ``{"nonce": hex}``                                trainer, at once; 16 random bytes
@@ -95,11 +94,10 @@ class Channel:
     def __init__(self, connected: socket.socket, peer: str, *, longest_bytes: int = LONGEST_BYTES) -> None:
         self.peer, self.longest_bytes, self._owner = peer, longest_bytes, os.getpid()
         connected.settimeout(None)
-        if connected.family != socket.AF_UNIX:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _PROBES.items():
-                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _PROBES.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection = Connection(connected.detach())
         self._writing = threading.Lock()
         close_in_children(self)
@@ -220,13 +218,12 @@ class KeyStore(ABC):
     The store ends when one rank closes it with a reason, or leaves a reason under `LOST` as its `RemoteStore.will`.
 
     Attributes:
-        host, port, address: where workers reach the trainer; without a port at an address of this machine.
+        host, port, address: where workers reach the trainer.
         secret: known only to trainer and workers; "" lets in whoever finds the address.
     """
 
-    def __init__(self, host: str, port: int | None, secret: str) -> None:
-        self.host, self.port, self.secret = host, port, secret
-        self.address = host if port is None else f"{host}:{port}"
+    def __init__(self, host: str, port: int, secret: str) -> None:
+        self.host, self.port, self.secret, self.address = host, port, secret, f"{host}:{port}"
         self._owner, self._reason, self._changed = os.getpid(), "", threading.Condition()
 
     def set(self, key: str, value: Any, *, keep: bool = False) -> None:
@@ -304,24 +301,22 @@ class HostedStore(KeyStore):
     """Holds the values and listens for workers (trainer end).
 
     Args:
-        host, port, secret: as in `KeyStore`; port 0 picks a free one, None listens at the address ``host`` of this
-            machine, for processes of this user and of root only.
+        host, port, secret: as in `KeyStore`; port 0 picks a free one.
 
     Raises:
         TransportError: another process listens there.
     """
 
-    def __init__(self, host: str, port: int | None, secret: str) -> None:
+    def __init__(self, host: str, port: int, secret: str) -> None:
         try:
-            listener = _listen_locally(host) if port is None else listen(host, port)
+            listener = listen(host, port)
         except OSError as error:
-            where = host if port is None else f"{host}:{port}"
             raise TransportError(
-                f"the trainer cannot listen at {where}: {_holder(host) if port is None else ''}{error}",
+                f"the trainer cannot listen at {host}:{port}: {error}",
                 state="no group was formed, and nothing was sent",
-                hint="pick another master_port, or 0 for a free one" if port else "give both ends another channel name",
+                hint="pick another master_port, or 0 for a free one",
             ) from error
-        super().__init__(host, port if port is None else listener.getsockname()[1], secret)
+        super().__init__(host, listener.getsockname()[1], secret)
         self._values: dict[str, msgspec.Raw] = {}
         self._peers: set[_Peer] = set()
         self._closed = False
@@ -389,11 +384,7 @@ class HostedStore(KeyStore):
         self._changed.notify_all()
 
     def _serve(self, connected: socket.socket, where: Any) -> None:
-        try:
-            channel = _channel(connected, f"a worker at {where[0] if self.port else self.address}")
-        except TransportError:  # of another user
-            return
-        peer = _Peer(channel)
+        peer = _Peer(Channel(connected, f"a worker at {where[0]}"))
         with self._changed:
             if self._closed or len(self._peers) >= _MOST_CONNECTIONS:
                 peer.channel.close()
@@ -456,13 +447,13 @@ class RemoteStore(KeyStore):
         TransportError: the trainer has another secret, or another thread ended the wait.
     """
 
-    def __init__(self, host: str, port: int | None, secret: str, within: Deadline) -> None:
+    def __init__(self, host: str, port: int, secret: str, within: Deadline) -> None:
         super().__init__(host, port, secret)
         self.patience_s, self._number = within.timeout_s, 0
         self._answers: dict[int, list[msgspec.Raw]] = {}
         failure = "no attempt was made"
         for _ in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
-            self._channel = _channel(dial(host, port, within, failure), f"the process that listens at {self.address}")
+            self._channel = Channel(dial(host, port, within, failure), f"the process that listens at {self.address}")
             try:
                 proved = self._prove(within)
             except NotConnectedError as error:  # a trainer that is just leaving; the next one may listen soon
@@ -616,13 +607,11 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
     def stop() -> None:
         ended.set()
         with suppress(OSError):  # it was closed
-            listener.shutdown(socket.SHUT_RDWR)  # lets go of the thread that accepts
+            listener.shutdown(socket.SHUT_RDWR)  # frees the port, and lets go of the thread that accepts
         listener.close()
-        thread.join(_GOODBYE_S)  # which holds the address until it returns
 
     listener.settimeout(None)
-    thread = threading.Thread(target=accept, name=name, daemon=True)
-    thread.start()
+    threading.Thread(target=accept, name=name, daemon=True).start()
     return stop
 
 
@@ -646,27 +635,23 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def dial(address: str, port: int | None, within: Deadline, failure: str = "no attempt was made") -> socket.socket:
+def dial(address: str, port: int, within: Deadline, failure: str = "no attempt was made") -> socket.socket:
     """Return a connection to the process that listens at this address and port, as soon as one does.
 
     Args:
-        port: None for an address of this machine.
+        address, port: of the trainer.
+        within: deadline.
         failure: why the attempt before failed, for the error.
 
     Raises:
         DeadlineError: nobody does in time.
         TransportError: another thread ended the wait.
     """
-    where = address if port is None else f"{address}:{port}"
     for left_s in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
         try:
-            if port is None:
-                return _dialled_locally(address)
             made = in_time(partial(socket.create_connection, (address, port), max(0.1, left_s)), within)
         except OSError as error:  # nobody listens; or the name is not known, and that of a service may be, soon
             failure = str(error)
@@ -674,66 +659,11 @@ def dial(address: str, port: int | None, within: Deadline, failure: str = "no at
             if made:
                 return made[0]
     raise within.error(
-        f"no trainer (rank 0) listened at {where} ({failure})",
+        f"no trainer (rank 0) listened at {address}:{port} ({failure})",
         expected="the trainer calls init_all_workers_group (or open) at the same time",
         state="no group was joined",
-        hint="check that both ends run on one machine" if port is None else "check master_address and master_port",
+        hint="check master_address and master_port; for transport 'ipc', that both ends run on one machine",
     )
-
-
-def _listen_locally(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind("\0" + address)
-    except OSError:
-        listener.close()
-        raise
-    listener.listen(_BACKLOG)
-    return listener
-
-
-def _dialled_locally(address: str) -> socket.socket:
-    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    endpoint.settimeout(_SLICE_S)  # anybody may crowd the address
-    try:
-        endpoint.connect("\0" + address)
-    except OSError:
-        endpoint.close()
-        raise
-    return endpoint
-
-
-def _channel(endpoint: socket.socket, who: str) -> Channel:
-    """Return a channel over a socket; ``who``, at the other end of a Unix socket, is of this user or of root.
-
-    Raises:
-        TransportError: it is another user's.
-    """
-    if endpoint.family != socket.AF_UNIX:
-        return Channel(endpoint, who)
-    pid, uid = _owner_of(endpoint)
-    if uid not in (os.geteuid(), 0):
-        endpoint.close()
-        raise TransportError(
-            f"{who} (pid {pid}) belongs to user {uid}",
-            expected=f"user {os.geteuid()}, as here",
-            state="nothing was read",
-        )
-    return Channel(endpoint, f"{who} (pid {pid})")
-
-
-def _owner_of(endpoint: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end of a connected Unix socket."""
-    raw = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", raw)[:2]
-
-
-def _holder(address: str) -> str:
-    """Return whose an address of this machine is, which any user may have taken first."""
-    with suppress(OSError), _dialled_locally(address) as endpoint:
-        pid, uid = _owner_of(endpoint)
-        return f"process {pid} of user {uid} listens there: "
-    return ""
 
 
 _OURS: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any, ClassVar, final
 
 import torch
+from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
@@ -17,23 +18,90 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
     why,
 )
-from torchrl_ext.base.types import Info, ParamMeta, Params
-from torchrl_ext.data.group.backends import carrier_of, choose_backend
+from torchrl_ext.base.types import Info, ParamMeta, Params, Wire
 from torchrl_ext.data.group.buckets import BufferPool
-from torchrl_ext.data.group.group import Group, GroupOffer, Member, ranks_text
+from torchrl_ext.data.group.group import Group, GroupLoad, GroupOffer, GroupWorker, Member, ranks_text
 from torchrl_ext.data.group.ranks import Steps
 from torchrl_ext.data.sharded.plan import Agreement, Blocks, Shares, TransferPlan, group_rank
-from torchrl_ext.data.sharded.rounds import RoundSender
-from torchrl_ext.data.sharded.worker import Needs, ShardedLoad, ShardedWorker, read_agreement
+from torchrl_ext.data.sharded.rounds import RoundReceiver, RoundSender
 from torchrl_ext.data.transports.base import Abilities, Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.data.transports.standalone import StandaloneTransport
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.weights.blocks import Block, Shard, checked_shards
 from torchrl_ext.data.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
 
 
-class ShardedTransport(StandaloneTransport):
+class ShardedLoad(GroupLoad, frozen=True, kw_only=True):
+    """One handoff.
+
+    Attributes:
+        plan: digest of the transfer plan.
+    """
+
+    plan: str
+
+
+class Needs(Wire, frozen=True, kw_only=True):
+    """What a worker that joins says of itself.
+
+    Attributes:
+        share: `Blocks.to_text` of the share of the parameters for which it joined; None for all of every tensor.
+        whole: the tensors that it needs whole although the engine is sharded -> the reason.
+    """
+
+    share: str | None
+    whole: dict[str, str]
+
+
+def read_agreement(group: Group, params: Params) -> Agreement:
+    """Return what rank 0 has left for all members of a group before any of them asks.
+
+    Args:
+        params: of the connection's first update.
+
+    Raises:
+        TransportError, ConfigError, ManifestError: it is not there, or malformed.
+    """
+    note = group.store.find("shares", Deadline(group.timeout_s, stop=group.stop))
+    if note is None:
+        raise TransportError(f"{group.call([0])} left no shares for a transfer plan", state="nothing was moved")
+    return Agreement(Shares.from_json(note, f"the shares that {group.call([0])} left"), params, group.rank)
+
+
+@final
+class ShardedWorker(GroupWorker):
+    """One worker, which receives `Worker.slices`."""
+
+    load: ClassVar[type[ShardedLoad]] = ShardedLoad
+
+    def __init__(self, member: Member, here: Worker) -> None:
+        super().__init__(member, here)
+        self._slices, self._pool = here.slices, BufferPool(member.device)
+        self._group: Group | None = None
+        self._agreement: Agreement
+
+    @classmethod
+    def about(cls, here: Worker) -> Info:
+        """Return its `Needs`."""
+        share = None
+        if here.slices:
+            share = Blocks.of_blocks(_needed(here.slices, meta) for meta in here.params).to_text()
+        return Needs(share=share, whole=dict(here.whole)).to_json()
+
+    def incoming(self, group: Group, load: ShardedLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
+        if group is not self._group:
+            self._group, self._agreement = group, read_agreement(group, arrival.params)
+        plan = self._agreement.plan(arrival.params, load.plan)
+        needed = [_needed(self._slices, meta) for meta in arrival.params]
+        return RoundReceiver(plan, needed, into, group, self._pool)
+
+
+def _needed(slices: Mapping[str, tuple[Block, ...]], meta: ParamMeta) -> tuple[Block, ...]:
+    return slices.get(meta.name, (Block.whole(meta.shape),))
+
+
+class ShardedTransport(VLLMCollectiveTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
     Every rank of the trainer (of torch's process group, or a single process without a group) creates a transport, and
@@ -47,7 +115,7 @@ class ShardedTransport(StandaloneTransport):
         workers: without a control layer, the number of workers.
         device: device of the tensors that are sent and received; by default this thread's accelerator, or the CPU
             without one.
-        backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
+        backend: ``"nccl"`` or ``"gloo"``, which copies through the host; by default that of the device.
         bucket_bytes: largest number of bytes that a trainer rank sends, and a worker receives, in one round; two rounds
             overlap. None takes 8 MiB over gloo, and 256 MiB between devices.
         secret: as in `VLLMCollectiveTransport`.
@@ -72,6 +140,7 @@ class ShardedTransport(StandaloneTransport):
 
     name: ClassVar[str] = "sharded"
     abilities: ClassVar[Abilities] = Abilities(digests=True, slices=True, gathers=False)
+    worker: ClassVar[type[GroupWorker]] = ShardedWorker
 
     def __init__(
         self,
@@ -86,22 +155,14 @@ class ShardedTransport(StandaloneTransport):
         secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(timeout_s=timeout_s)
-        chosen, made = choose_backend(device, backend)
-        if bucket_bytes is None:
-            bucket_bytes = carrier_of(made).sizes.bucket_bytes
-        if bucket_bytes < 1 or not timeout_s > 0 or not 0 <= int(master_port) < 1 << 16:
-            raise ConfigError(
-                f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}",
-                expected="1 or more; more than 0; 0 to 65535",
-            )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        self._member = Member(
-            master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s
-        )
-        self._workers, self._number, self._bucket_bytes = workers, worker, bucket_bytes
-        self._worker, self._pool = ShardedWorker(self._member), BufferPool(chosen)
+        rank, size = (0, workers and 1 + workers) if worker is None else (1 + worker, None)
+        how: dict[str, Any] = {"backend": backend, "bucket_bytes": bucket_bytes, "secret": secret}
+        super().__init__(master_address, master_port, rank, size, device, timeout_s=timeout_s, **how)
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}", expected="1 or more")
+        self._pool = BufferPool(self.device)
         self._sending: _Sending | None = None
 
     # forming the group
@@ -116,82 +177,43 @@ class ShardedTransport(StandaloneTransport):
             DeadlineError: ranks, which the message names, did not arrive within `timeout_s`.
             ManifestError: ranks disagree on a parameter, which the message names.
         """
-        params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        within = self._within = Deadline(self.timeout_s, "the other ranks")
-        if self._number is not None:
-            self._worker.enter(1 + self._number, None, params, within)
-            self._end = self._worker
+        if self.rank:
+            super().init_all_workers_group(model_metadata)
         elif self.ranks.drives:
             with self.ranks.leading():
-                self._open(self._standalone_workers(), params, private=False).transfer(within)
+                super().init_all_workers_group(model_metadata)
         else:
-            forever = Deadline(float("inf"), stop=within.stop)
-            self.ranks.following(lambda: {"enter": self._enter}, forever)
+            self._within = Deadline(float("inf"), "the other ranks")
+            self.ranks.following(lambda: {"enter": self._enter}, self._within)
 
-    def open(self, workers: int, params: Params, within: Deadline) -> Handoff:
-        """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
-
-        Raises:
-            TransportError: this is not trainer rank 0, or the port is taken.
-        """
-        self._require_driver("open")
-        if workers == 0 and self.check_connection():
-            return Handoff()
-        return self._open(workers or self._standalone_workers(), params, private=workers > 0)
-
-    def _open(self, workers: int, params: Params, *, private: bool) -> Handoff:
-        offer = self._member.open(workers + self.ranks.size, private=private)
-        return Handoff(info=offer.to_json(), transfer=lambda within: self._host(offer, workers, params, within))
+    def _open(self, size: int, params: Params, *, private: bool) -> Handoff:
+        offer = self.member.open(size - 1 + self.ranks.size, private=private)
+        return Handoff(info=offer.to_json(), transfer=lambda within: self._host(offer, size - 1, params, within))
 
     def _host(self, offer: GroupOffer, workers: int, params: Params, within: Deadline) -> None:
         """Form the group with the other ranks and the workers that were offered it, and read what each worker needs.
 
         Raises:
             DeadlineError, ConfigError, TransportError: as `Member.host`.
-            TransportError, ConfigError: the needs of a worker are missing or malformed.
+            ConfigError: the needs of a worker are malformed.
         """
         session = self.ranks.session
         session.order("enter", offer=offer.to_json(), workers=workers)
-        group = self._member.host(offer.members, params, within)
+        group = self.member.host(offer.members, params, within)
         session.answers()
         group.workers = range(1, 1 + workers)  # other trainer ranks come behind
-        notes = group.store.collect("needs/", group.workers, within.again())
-        if silent := [rank for rank in group.workers if rank not in notes]:
-            raise TransportError(
-                f"{group.call(silent)} did not report the slices that it needs", state="nothing was sent"
-            )
-        group.store.drop("needs/")
-        needs = [Needs.from_json(note, f"the needs of {group.call([rank])}") for rank, note in notes.items()]
+        needs = [Needs.from_json(group.about[rank], f"the needs of {group.call([rank])}") for rank in group.workers]
         self._sending = _Sending(group, 0, self._pool, params, needs)
 
     def _enter(self, order: Info) -> None:
         """Join the group of rank 0's offer, on another rank of the trainer."""
-        before, offer = self._member, GroupOffer.from_json(order["offer"], "an order of trainer rank 0")
+        before, offer = self.member, GroupOffer.from_json(order["offer"], "an order of trainer rank 0")
         before.close()
         how: dict[str, Any] = {"device": before.device, "backend": before.backend, "timeout_s": before.timeout_s}
-        self._member = Member(offer.master_address, offer.master_port, offer.secret, **how)
+        self.member = Member(offer.master_address, offer.master_port, offer.secret, **how)
         rank, within = self.ranks.rank, Deadline(before.timeout_s)
-        group = self._member.enter(group_rank(rank, order["workers"]), offer.members, (), within)
+        group = self.member.enter(group_rank(rank, order["workers"]), offer.members, (), within)
         self._sending = _Sending(group, rank, self._pool)
-
-    def _standalone_workers(self) -> int:
-        if self._workers is None:
-            raise ConfigError(
-                "the number of workers is not known", hint="give workers=, or connect through an engine client"
-            )
-        return self._workers
-
-    @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> ShardedWorker:
-        """As `Transport.join`.
-
-        Raises:
-            DeadlineError: ranks, which the message names, did not arrive.
-        """
-        offer = GroupOffer.from_json(info, "the offer of a sharded transport")
-        worker = ShardedWorker(offer.member(), here.slices, here.whole)
-        worker.enter(here.rank, offer.members, here.params, within)
-        return worker
 
     # an update
 
@@ -202,12 +224,12 @@ class ShardedTransport(StandaloneTransport):
             ManifestError: ranks disagree on parameters, or nobody holds an element; named.
             StaleBaseError: a rank holds something else than what the connection was made for.
         """
-        self._require_driver("send_weights")
+        self._require_trainer("send_weights")
         sending, session = self._connected_at(within), self.ranks.session
         try:
             plan = self._planned(sending, update)
         except BaseException as error:
-            self._member.close(why(error))
+            self.member.close(why(error))
             raise
         sending.handoffs += 1
         load = ShardedLoad(handoff=sending.handoffs, plan=plan.digest)
@@ -253,7 +275,7 @@ class ShardedTransport(StandaloneTransport):
             shares = Shares(
                 held=tuple(one["share"] for one in held),
                 needed=tuple(needs.share or whole for needs in sending.needs),
-                bucket_bytes=self._bucket_bytes,
+                bucket_bytes=self.bucket_bytes,
             )
             sending.agreement = Agreement(shares, params, 0)
             plan = sending.agreement.plan(params).plan  # names what nobody holds
@@ -273,28 +295,12 @@ class ShardedTransport(StandaloneTransport):
         }
 
     def _connected_at(self, within: Deadline) -> _Sending:
-        self._member.group(within)  # or the reason for which there is none
+        self.member.group(within)  # or the reason for which there is none
         assert self._sending is not None
         return self._sending
 
-    def attend(self, within: Deadline) -> ShardedWorker:
-        if self._number is None:
-            raise TransportError("this is the end of a trainer rank, which sends", expected="a worker: give worker=")
-        self._worker.member.group(within)
-        return self._worker
-
-    def announce(self, arrival: Arrival, within: Deadline) -> None:
-        self._member.group(within).announce(arrival)
-
-    def check_connection(self) -> bool:
-        return self._member.connected
-
-    def close(self) -> None:
-        self._member.close()
-
-    def _require_driver(self, what: str) -> None:
-        if self._number is not None:
-            raise TransportError("this is the end of a worker", expected="a trainer rank", state="nothing was sent")
+    def _require_trainer(self, what: str) -> None:
+        super()._require_trainer(what)
         if not self.ranks.drives:
             raise TransportError(
                 f"{what} was called on trainer rank {self.ranks.rank}",

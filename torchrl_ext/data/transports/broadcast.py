@@ -14,11 +14,12 @@ from torch import Tensor
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import IntegrityError, ManifestError
 from torchrl_ext.base.types import VERSIONS, Count, ParamMeta, Wire
+from torchrl_ext.data.group.group import GroupWorker
 from torchrl_ext.data.stores.chain import Chain
 from torchrl_ext.data.stores.manifest import MANIFEST, version_name
 from torchrl_ext.data.stores.store import Store
 from torchrl_ext.data.transports.base import Arrival, Update
-from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.versions.kept import KeptTensors
 from torchrl_ext.data.weights.digests import Digests
 from torchrl_ext.data.weights.source import MappingSource
@@ -76,7 +77,7 @@ class Broadcast:
         kept: the tensors of a keyframe, until it landed.
     """
 
-    def __init__(self, worker: CollectiveWorker, store: Store, chain: Chain) -> None:
+    def __init__(self, worker: GroupWorker, store: Store, chain: Chain) -> None:
         self._worker, self._store, self._chain, self.kept = worker, store, chain, KeptTensors()
 
     def fetch(self, within: Deadline) -> bool:

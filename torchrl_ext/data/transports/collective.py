@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
-from torchrl_ext.base.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
+from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError, why
 from torchrl_ext.base.types import Count, Info, ParamMeta
 from torchrl_ext.data.group.backends import carrier_of, choose_backend
 from torchrl_ext.data.group.buckets import Bucket, BufferPool, Lander, Packer, layout
@@ -28,8 +29,8 @@ __all__ = [
     "CollectiveWorker",
     "Incoming",
     "VLLMCollectiveTransport",
-    "broadcast",
     "buckets_of",
+    "handoff_of",
     "send_buckets",
 ]
 
@@ -111,12 +112,7 @@ class _Window:
 
 
 def send_buckets(
-    broadcasts: Group,
-    buckets: Sequence[Bucket],
-    packer: Packer,
-    *,
-    bucket_bytes: int,
-    sliced: bool = True,
+    broadcasts: Group, buckets: Sequence[Bucket], packer: Packer, *, bucket_bytes: int, sliced: bool = True
 ) -> None:
     """Broadcast everything that ``packer`` packs (trainer end).
 
@@ -196,6 +192,17 @@ class CollectiveLoad(GroupLoad, frozen=True, kw_only=True):
     bucket_bytes: Count
 
 
+@final
+class CollectiveWorker(GroupWorker):
+    """Receives the trainer's broadcasts in a group."""
+
+    load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
+
+    def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
+        buckets = buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
+        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
+
+
 class VLLMCollectiveTransport(StandaloneTransport):
     """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up).
 
@@ -210,7 +217,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             without one.
         vllm_engine: the engines that receive. The transport itself never calls them; a `TransportWeightUpdater` over it
             drives them, and a `WeightSender` takes them as an argument.
-        backend: ``"nccl"``, ``"xccl"``, ``"hccl"`` or ``"gloo"``; by default that of the device.
+        backend: ``"nccl"`` or ``"gloo"``, which copies through the host; by default that of the device.
         bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time; None takes 8 MiB over gloo, and
             256 MiB between devices.
         secret: without a control layer, a secret that only the ranks know; with "", anyone who finds the port can join.
@@ -234,6 +241,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "collective"
+    worker: ClassVar[type[GroupWorker]] = CollectiveWorker
+    """The class of a worker's end."""
 
     def __init__(
         self,
@@ -266,7 +275,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
         where = (master_address, self.master_port, secret)
         self.member = Member(*where, device=self.device, backend=self.backend, timeout_s=timeout_s)
         self.master_address = self.member.address
-        self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
 
     # forming the group
@@ -291,7 +299,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
-            self.member.enter(self.rank, self.world_size, params, within, again=True)
+            about = self.worker.about(Worker(rank=self.rank, params=params))
+            self.member.enter(self.rank, self.world_size, params, within, about=about, again=True)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
@@ -315,7 +324,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
         def transfer(within: Deadline) -> None:
             self.member.host(size, params, within)
-            self._agreed = {meta.name: meta for meta in params}
 
         return Handoff(info=offer.to_json(), transfer=transfer)
 
@@ -323,12 +331,12 @@ class VLLMCollectiveTransport(StandaloneTransport):
         if self.world_size is None:
             raise ConfigError(
                 "the number of workers is not known",
-                hint="give world_size (1 + workers), or connect through an engine client",
+                hint="say how many there are, or connect through an engine client",
             )
         return self.world_size
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> CollectiveWorker:
+    def join(cls, info: Info, here: Worker, within: Deadline) -> GroupWorker:
         """As `Transport.join`.
 
         Raises:
@@ -342,35 +350,27 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 hint="give each engine the rank offset 1 + workers of the engines before it",
             )
         member = offer.member()
-        member.enter(here.rank, offer.members, (), within)
-        return CollectiveWorker(member)
+        member.enter(here.rank, offer.members, (), within, about=cls.worker.about(here))
+        return cls.worker(member, here)
 
     # an update
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_trainer("send_weights")
         group, params = self.member.group(within), update.params
-        for meta in params if self._agreed else ():
-            if self._agreed.get(meta.name) != meta:
-                raise ManifestError(
-                    f"parameter {meta.name!r} is {meta}",
-                    expected=f"the metadata that the group agreed on: "
-                    f"{self._agreed.get(meta.name, 'no such parameter')}",
-                    state="nothing was sent",
-                    hint="call init_all_workers_group with the metadata of the tensors that you send",
-                )
         self._handoffs += 1
         load = CollectiveLoad(handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
         buckets = buckets_of(params, self.bucket_bytes, group.carrier.sizes)
-        return broadcast(group, load, update, buckets, bucket_bytes=self.bucket_bytes)
+        send = partial(send_buckets, group, buckets, bucket_bytes=self.bucket_bytes)
+        return handoff_of(group, load, update, send)
 
-    def attend(self, within: Deadline) -> CollectiveWorker:
+    def attend(self, within: Deadline) -> GroupWorker:
         if self.rank == 0:
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
         self.member.group(within)
-        return CollectiveWorker(self.member)
+        return self.worker(self.member, Worker(rank=self.rank))
 
     def announce(self, arrival: Arrival, within: Deadline) -> None:
         self.member.group(within).announce(arrival)
@@ -390,33 +390,21 @@ class VLLMCollectiveTransport(StandaloneTransport):
             )
 
 
-@final
-class CollectiveWorker(GroupWorker):
-    """Receives the trainer's broadcasts in a group."""
-
-    load: ClassVar[type[CollectiveLoad]] = CollectiveLoad
-
-    def incoming(self, group: Group, load: CollectiveLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
-        buckets = buckets_of(arrival.params, load.bucket_bytes, group.carrier.sizes)
-        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
-
-
-def broadcast(group: Group, load: GroupLoad, update: Update, buckets: Sequence[Bucket], **how: Any) -> Handoff:
-    """Return the handoff of a version that rank 0 broadcasts in its group.
+def handoff_of(group: Group, load: GroupLoad, update: Update, send: Callable[[Packer], None]) -> Handoff:
+    """Return the handoff of a version that rank 0 sends to all others.
 
     Args:
         group: of all ranks.
         load: what workers need to receive the version.
         update: the version.
-        buckets: the layout of its parameters.
-        how: as in `send_buckets`.
+        send: sends what it takes out of the packer.
     """
     stats = TransferStats()
 
     def transfer(within: Deadline) -> None:
         began, group.stop = time.perf_counter(), within.stop
         try:
-            send_buckets(group, buckets, Packer(update.params, checked(update.source, update.params)), **how)
+            send(Packer(update.params, checked(update.source, update.params)))
             group.await_workers(load.handoff)
         except (TransportError, DeadlineError) as error:
             raise group.sending_failed(load.handoff, update.version, error) from error

@@ -21,7 +21,7 @@ from torchrl_ext.data.stores.opening import open_store
 from torchrl_ext.data.stores.store import MemoryStore, Store
 from torchrl_ext.data.transports.base import Abilities, Handoff, TransferStats, Update, Worker
 from torchrl_ext.data.transports.broadcast import Broadcast, send
-from torchrl_ext.data.transports.collective import CollectiveWorker, VLLMCollectiveTransport
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport
 from torchrl_ext.data.transports.disk import Invitation, SharedRoot, VersionReader
 from torchrl_ext.data.transports.standalone import StandaloneTransport
 from torchrl_ext.data.versions.compiled import compile_loops
@@ -248,7 +248,7 @@ class DeltaTransport(StandaloneTransport):
     def attend(self, within: Deadline) -> VersionReader:
         chain, broadcast = Chain(self._store), None
         if self._group is not None:
-            broadcast = Broadcast(CollectiveWorker(self._group.member), self._store, chain)
+            broadcast = Broadcast(self._group.attend(within), self._store, chain)
         # what is returned is whole, so the copies to which changes are applied are here
         return VersionReader(chain, self._base, broadcast=broadcast, copies=lambda name: True)
 

@@ -1,34 +1,14 @@
 """`IPCTransport` carries weights through memory that a trainer shares with engines on its machine.
 
-The ends leave each other notes in a key store (`torchrl_ext.data.group.store`) on a Unix socket of the trainer, which
-lets in processes of this user and of root only. Both ends have to be of one release.
-
-===========================  ==============================================================================
-``join/<number>``            worker: its token, its name in messages, and the devices from which it can take
-                             weights, best first; the number is its rank, or without a control layer the first
-                             one that is free
-``<token>/welcome``          trainer: its name in messages, the number of the next handoff, the handle of the
-                             staging buffer on the best device of both, and the handles of two bells
-``<token>/left``             worker, or its will, without a control layer; with one it ends the connection
-``<handoff>/version``        trainer, without a control layer: version and parameters
-``<handoff>/taken/<token>``  worker: it has every bucket
-===========================  ==============================================================================
-
-In a handoff the trainer rings the first bell of each worker when it has filled a bucket, and the worker the second one
-when it has copied it, so that its half may be filled again: a note passes through three threads.
+The ends form a group over gloo at 127.0.0.1, as for a broadcast; only the bytes of tensors lie in a staging buffer, of
+which a handoff has the handles. At a barrier of the group a bucket is filled, and the one before it copied.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from itertools import count
-from typing import Annotated, Any, ClassVar, NamedTuple, final
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, ClassVar, final
 
 import msgspec
 import torch
@@ -36,63 +16,94 @@ from torch import Tensor
 
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import usable_device
-from torchrl_ext.base.errors import (
-    ConfigError,
-    DeadlineError,
-    IntegrityError,
-    NotConnectedError,
-    TransportError,
-    WeightSyncError,
-)
-from torchrl_ext.base.types import Count, Info, Params, Wire, decoded
+from torchrl_ext.base.errors import ConfigError
+from torchrl_ext.base.types import ParamMeta, decoded
 from torchrl_ext.data.group.buckets import Bucket, Lander, Packer, layout
-from torchrl_ext.data.group.memory import (
-    HOST,
-    SEGMENT_BYTES,
-    SLOTS,
-    Bell,
-    Handle,
-    Named,
-    SharedSegment,
-    create,
-    local_devices,
-)
-from torchrl_ext.data.group.store import LOST, HostedStore, KeyStore, RemoteStore, dial
-from torchrl_ext.data.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.data.transports.standalone import StandaloneEnd, StandaloneTransport
-from torchrl_ext.data.weights.source import checked
+from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
+from torchrl_ext.data.group.memory import HOST, SEGMENT_BYTES, Handle, SharedSegment, create, local_devices
+from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
+from torchrl_ext.data.transports.collective import VLLMCollectiveTransport, handoff_of
 
-__all__ = ["IPCEnd", "IPCTransport"]
+__all__ = ["IPCTransport"]
 
-log = logging.getLogger("torchrl_ext")
-
-_PROTOCOL = "torchrl_ext-ipc5"
 _SMALLEST_BYTES = 2048
 _HOST_BYTES, _DEVICE_BYTES = 16 << 20, 512 << 20
-_LEAST_BYTES = 1 << 20
-"""If memory is short, a default buffer is halved, down to about this size in bytes."""
 _MOST_BUCKETS = 1 << 20
-_LOOK_S, _GREET_S = 0.1, 1.0
-"""How often a wait asks whether a worker has left; how long a trainer that listens may take to answer, in seconds."""
 
 
-class IPCOffer(Wire, frozen=True, kw_only=True):
-    """The trainer's address; goes to workers by the control layer."""
+class IPCLoad(GroupLoad, frozen=True, kw_only=True):
+    """One handoff.
 
-    address: Annotated[str, msgspec.Meta(pattern=f"^{_PROTOCOL}-[0-9]+-[0-9a-f]{{32}}$")]
+    Attributes:
+        segments: the handle of the staging buffer on each device; one at least.
+    """
 
-
-class _Member(NamedTuple):
-    """A worker, as the trainer knows it."""
-
-    token: str
-    name: str
-    segment: SharedSegment
-    filled: Bell
-    taken: Bell
+    segments: Annotated[dict[str, Handle], msgspec.Meta(min_length=1)]
 
 
-class IPCTransport(StandaloneTransport):
+@final
+class IPCWorker(GroupWorker):
+    """Copies buckets out of the trainer's staging buffer."""
+
+    load: ClassVar[type[IPCLoad]] = IPCLoad
+
+    def __init__(self, member: Member, here: Worker) -> None:
+        super().__init__(member, here)
+        self._devices = local_devices()
+
+    @classmethod
+    def about(cls, here: Worker) -> list[str]:
+        """Return the devices from which this process can take weights, best first."""
+        return local_devices()
+
+    def incoming(self, group: Group, load: IPCLoad, arrival: Arrival, into: Mapping[str, Tensor]) -> _Staged:
+        segment = load.segments[next((one for one in self._devices if one in load.segments), HOST)].attach()
+        return _Staged(group, arrival.params, into, segment)
+
+
+@final
+class _Staged:
+    """Receives the pairs of one handoff.
+
+    Args:
+        group: of the trainer and all workers.
+        params: what arrives.
+        into: tensors that are filled directly.
+        segment: the staging buffer, as it is mapped here for as long as this object lives.
+
+    Raises:
+        ConfigError: it would take too many buckets.
+    """
+
+    def __init__(
+        self, group: Group, params: tuple[ParamMeta, ...], into: Mapping[str, Tensor], segment: SharedSegment
+    ) -> None:
+        self._group, self._segment = group, segment
+        self._buckets = _buckets(params, segment.capacity)
+        self._lander = Lander(params, into, segment.flat.device)
+
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs in order.
+
+        Raises:
+            TransportError, DeadlineError: as `Group.wait`.
+        """
+        group, segment = self._group, self._segment
+        try:
+            filled = group.barrier()
+            for number, bucket in enumerate(self._buckets):
+                group.wait(filled)
+                pairs = self._lander.take(bucket, segment.half(number))
+                segment.settle()
+                if number + 1 < len(self._buckets):
+                    filled = group.barrier()  # and this bucket was taken
+                yield from pairs
+        except BaseException:  # which refers to this frame, and so to the memory
+            segment.close()
+            raise
+
+
+class IPCTransport(VLLMCollectiveTransport):
     """Packs weights into one staging buffer, whose two halves are filled in turn, and hands it over by handle.
 
     While workers copy one half into their parameters, the trainer fills the other. On a CPU the buffer is anonymous
@@ -101,13 +112,12 @@ class IPCTransport(StandaloneTransport):
     only while they receive.
 
     Args:
-        channel: without a control layer, ends of one user with the same channel name connect; engines get the address
-            from `open`.
-        workers: without a control layer, the number of workers that a send waits for; more may join.
-        bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it fits in
-            the processor's caches, and 512 MiB on a GPU; less if memory is short.
+        master_port: port of the trainer's store, at 127.0.0.1; 0 picks a free one, which a control layer passes on.
+        rank, world_size, secret: as in `VLLMCollectiveTransport`.
         device: ``"cpu"`` stages on the host even if there are GPUs; by default the trainer stages on the first GPU of a
             worker that both see, or else on the host.
+        bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it fits in
+            the processor's caches, and 512 MiB on a GPU. With several GPUs each has a buffer of this size.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -122,220 +132,55 @@ class IPCTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "ipc"
+    worker: ClassVar[type[GroupWorker]] = IPCWorker
 
     def __init__(
         self,
-        channel: str | None = None,
-        *,
-        workers: int = 1,
-        bucket_bytes: int | None = None,
+        master_port: int = 0,
+        rank: int | None = 0,
+        world_size: int | None = None,
         device: torch.device | str | None = None,
+        *,
+        bucket_bytes: int | None = None,
+        secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(timeout_s=timeout_s)
         if bucket_bytes is not None and bucket_bytes < _SMALLEST_BYTES:
             raise ConfigError(f"bucket_bytes={bucket_bytes}", expected=f"{_SMALLEST_BYTES} or more")
-        if workers < 1 or timeout_s <= 0:
-            raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
-        self._address = _address(hashlib.sha256((channel or "default").encode()).hexdigest())
-        self._count, self._bucket_bytes = workers, bucket_bytes
+        where = ("127.0.0.1", master_port, rank, world_size, "cpu")
+        super().__init__(*where, backend="gloo", bucket_bytes=bucket_bytes or 0, secret=secret, timeout_s=timeout_s)
         self._on_host = device is not None and usable_device(device).type == "cpu"
         self._segments = dict[str, SharedSegment]()
-        self._store: KeyStore | None = None
-        self._members = dict[int, _Member]()
-        self._joined, self._handoff = 0, 1  # how many workers did, in this connection; the number of the next handoff
-
-    @property
-    def staging_bytes(self) -> int:
-        """The size of the staging buffer, in bytes; with several GPUs, of each one's buffer."""
-        if self._segments:
-            return next(iter(self._segments.values())).flat.numel()
-        nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _DEVICE_BYTES)
-        return nbytes // SEGMENT_BYTES * SEGMENT_BYTES  # one size on every device, so one layout
-
-    # trainer end
-
-    def open(self, workers: int, params: Params, within: Deadline) -> Handoff:
-        self.close()
-        address = _address(uuid.uuid4().hex)
-        store = self._store = HostedStore(address, None, "")
-        return Handoff(
-            info=IPCOffer(address=address).to_json(),
-            transfer=lambda within: self._meet(store, workers, within, range(1, 1 + workers)),
-        )
-
-    def announce(self, arrival: Arrival, within: Deadline) -> None:
-        if self._store is None or self._store.lost():
-            self.close()
-            self._store = HostedStore(self._address, None, "")
-        store = self._store
-        self._meet(store, self._count, within)
-        store.set(f"{self._handoff}/version", [arrival.version, [meta.to_json() for meta in arrival.params]])
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         """As `Transport.prepare`.
 
         Raises:
             ConfigError: the staging buffer is too small for the model.
+            TransportError: there is no memory for the staging buffer.
         """
-        stats = TransferStats()
-        _buckets(update.params, self.staging_bytes // SLOTS)
+        self._require_trainer("send_weights")
+        group = self.member.group(within)
+        segments = self._staging(group)
+        buckets = _buckets(update.params, next(iter(segments.values())).capacity)
+        self._handoffs += 1
+        handles = {device: segment.handle for device, segment in segments.items()}
+        load = IPCLoad(handoff=self._handoffs, segments=handles)
+        return handoff_of(group, load, update, partial(_fill, group, buckets, [*segments.values()]))
 
-        def transfer(within: Deadline) -> None:
-            store, began = self._store, time.perf_counter()
-            if store is None:
-                raise NotConnectedError("this transport is not open", hint="connect again")
-            try:
-                self._transfer(store, update, within)
-            except BaseException as error:
-                store.close(f"weights version {update.version} did not arrive: {error}")
-                if isinstance(error, (TransportError, DeadlineError)):
-                    raise type(error)(
-                        f"weights version {update.version} did not arrive: {error.what}",
-                        state="no worker reports the version, and the connection is closed",
-                        hint="send again when the workers are back",
-                    ) from error
-                raise
-            stats.spans.since("transfer", began)
-
-        return Handoff(transfer=transfer, stats=stats)
-
-    def _transfer(self, store: KeyStore, update: Update, within: Deadline) -> None:
-        members = [*self._members.values()]
-        segments = {id(member.segment): member.segment for member in members}.values()
-        packer = Packer(update.params, checked(update.source, update.params))
-        for number, bucket in enumerate(_buckets(update.params, self.staging_bytes // SLOTS)):
-            if number >= SLOTS:
-                self._await(
-                    store, members, f"bucket {number - SLOTS}", lambda one, within: one.taken.rang(within), within
-                )
-            packer.fill(bucket, [segment.half(number) for segment in segments])
-            for segment in segments:
-                segment.settle()
-            for member in members:
-                member.filled.ring()
-        packer.finish()
-        done = f"{self._handoff}/taken/"
-        self._await(store, members, "every bucket", lambda one, within: store.find(done + one.token, within), within)
-        for member in members:
-            while member.taken.rang(Deadline(0.0)):
-                pass
-        store.drop(f"{self._handoff}/")
-        self._handoff += 1
-
-    def _await(
-        self,
-        store: KeyStore,
-        members: list[_Member],
-        what: str,
-        took: Callable[[_Member, Deadline], Any],
-        within: Deadline,
-    ) -> None:
-        """Wait until every worker took ``what``.
-
-        Raises:
-            NotConnectedError: a worker is gone, or gave up.
-            DeadlineError, TransportError: one does not go on.
-        """
-        within = within.again()
-        for member in members:
-            while True:
-                left = store.find(f"{member.token}/left")  # asked first: it may leave once it has the last bucket
-                if took(member, within.within(_LOOK_S)):
-                    break
-                if left or store.lost():
-                    raise NotConnectedError(store.lost() or f"{member.name} is gone")
-                within.check(f"{member.name} did not take {what}")
-
-    def _meet(self, store: KeyStore, least: int, within: Deadline, ranks: range = range(0)) -> None:
-        """Wait until ``least`` workers are connected, and let in those that joined beyond.
-
-        Raises:
-            DeadlineError: they did not come.
-            NotConnectedError, TransportError: one could not stay, or another thread gave up; or there is no memory.
-        """
-        while True:
-            for number in [number for number, own in self._members.items() if store.find(f"{own.token}/left")]:
-                store.drop(f"{self._members.pop(number).token}/")
-            waits = len(self._members) < least
-            note = store.find(f"join/{self._joined + 1}", within.within(_LOOK_S) if waits else None)
-            if note is not None:
-                token, name, devices = decoded(note, tuple[str, str, list[str]], "a worker's note", IntegrityError)
-                member = _Member(token, name, self._segment_on(devices), Bell(), Bell())
-                self._joined += 1
-                self._members[self._joined] = member
-                own, bells = f"the trainer (pid {os.getpid()})", (member.filled.handle, member.taken.handle)
-                store.set(f"{token}/welcome", [own, self._handoff, member.segment.handle, *bells])
-            elif not waits:
-                return
-            elif within.over:
-                absent = [f"rank {rank}" for rank in ranks if store.find(f"join/{rank}") is None]
-                raise within.error(
-                    ", ".join(absent or [f"{least - len(self._members)} of {least} workers"]) + " did not connect",
-                    expected="workers on this machine, of this user and this release of torchrl_ext",
-                    state="nothing was sent",
-                    hint="call receive_weights there, or let the engine connect",
-                )
-
-    def _segment_on(self, devices: list[str]) -> SharedSegment:
-        """Return the staging buffer on the first of a worker's devices that this process can use too.
-
-        Raises:
-            TransportError: there is no memory, and no smaller one may do: its size was asked for, or is already used.
-        """
-        own, nbytes = self._devices(), self.staging_bytes
-        device = next((device for device in devices if device in own), HOST)
-        while device not in self._segments:
-            try:
+    def _staging(self, group: Group) -> dict[str, SharedSegment]:
+        """Return the staging buffer on the first device of each worker that this process can use, too."""
+        own = [HOST] if self._on_host else local_devices()
+        nbytes = self.bucket_bytes or (_HOST_BYTES if own == [HOST] else _DEVICE_BYTES)
+        nbytes = nbytes // SEGMENT_BYTES * SEGMENT_BYTES  # on every device, so that there is one layout
+        found = dict[str, SharedSegment]()
+        for rank in group.workers:
+            devices = decoded(group.about[rank], list[str], f"what {group.call([rank])} says of its devices")
+            device = next((device for device in devices if device in own), HOST)
+            if device not in self._segments:
                 self._segments[device] = create(device, nbytes)
-            except TransportError as error:
-                if self._bucket_bytes or self._segments or nbytes <= _LEAST_BYTES:
-                    raise
-                nbytes //= 2
-                log.warning("the staging buffer has %d bytes only: %s", nbytes, error.what)
-        return self._segments[device]
-
-    def _devices(self) -> list[str]:
-        return [HOST] if self._on_host else local_devices()
-
-    # worker end
-
-    def attend(self, within: Deadline) -> IPCEnd:
-        return IPCEnd(self._address, self._devices(), self.timeout_s)
-
-    @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> IPCEnd:
-        """As `Transport.join`.
-
-        Raises:
-            DeadlineError: the trainer did not accept this worker in time.
-            TransportError: the trainer is on another machine, or has another user or pid namespace.
-        """
-        offer = IPCOffer.from_json(info, "the offer of an ipc transport")
-        end = IPCEnd(offer.address, local_devices(), within.timeout_s, here.rank)
-        try:
-            if not end.enter(within):
-                raise within.error(
-                    f"the trainer at {offer.address} did not let in {end.name}",
-                    expected="every worker of every engine to join",
-                    hint="see which worker the trainer's error names",
-                )
-        except BaseException:
-            end.close()
-            raise
-        return end
-
-    # both ends
-
-    def check_connection(self) -> bool:
-        store = self._end.store if isinstance(self._end, IPCEnd) else self._store
-        return store is not None and not store.lost()
-
-    def close(self) -> None:
-        store, self._store = self._store, None
-        self._members, self._joined = {}, 0
-        if store is not None:
-            store.close()
+            found[device] = self._segments[device]
+        return found
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -344,149 +189,17 @@ class IPCTransport(StandaloneTransport):
         self._segments.clear()
 
 
-@final
-class IPCEnd(StandaloneEnd):
-    """A worker's end: notes in the trainer's store, and buckets copied out of its staging buffer.
-
-    Args:
-        address: where the trainer listens.
-        devices: where this worker can take weights from, best first.
-        patience_s: how long the trainer may take to answer, in seconds.
-        rank: among the workers of all engines; None without a control layer.
-
-    Attributes:
-        name: what messages call this worker.
-        store: the connection; None without one.
-    """
-
-    def __init__(self, address: str, devices: list[str], patience_s: float, rank: int | None = None) -> None:
-        self._address, self._devices, self._patience_s, self._rank = address, devices, patience_s, rank
-        self.name = f"{'a worker' if rank is None else f'rank {rank}'} (pid {os.getpid()})"
-        self._token = ""
-        self.store: RemoteStore | None = None
-        self._welcome: tuple[str, int, Handle, Bell, Bell] | None = None
-
-    def enter(self, within: Deadline) -> bool:
-        """Connect to the trainer, and map its buffer once, so that what prevents it is known by then.
-
-        Returns:
-            Whether the trainer has let this worker in; without a control layer it does so when it sends.
-
-        Raises:
-            DeadlineError: no trainer listens, or it does not answer.
-            NotConnectedError: it is gone, or gave up.
-            TransportError: another machine, user or pid namespace.
-        """
-        if self.store is None:
-            self._token, self._welcome = uuid.uuid4().hex, None
-            store = self.store = RemoteStore(self._address, None, "", within)
-            store.patience_s = self._patience_s
-            store.will(f"{self._token}/left" if self._rank is None else LOST, f"{self.name} is gone")
-            note = [self._token, self.name, self._devices]
-            for number in count(1) if self._rank is None else (self._rank,):
-                store.set(f"join/{number}", note, keep=True)
-                if store.find(f"join/{number}") == note:
-                    break
-        if self._welcome is None:
-            found = self.store.find(f"{self._token}/welcome", within)
-            if found is not None:
-                kind: Any = tuple[str, Count, Handle, Named, Named]
-                name, handoff, handle, *bells = decoded(found, kind, "the trainer's note", IntegrityError)
-                try:
-                    handle.attach().close()
-                    filled, taken = (Bell(bell.opened()) for bell in bells)
-                    self._welcome = name, handoff, handle, filled, taken
-                except BaseException as error:
-                    self._give_up(error)
-                    raise
-        return self._welcome is not None
-
-    def next(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        """As `StandaloneEnd.next`; each version is announced once, and a trainer that is gone may come back."""
-        for _ in within.pauses(shortest_s=0.005, longest_s=0.05):
-            try:
-                if self.store is None:
-                    dial(self._address, None, within).close()  # see whether a trainer listens; it may take its time
-                patient = Deadline(max(within.left_s, _GREET_S), within.who, within.stop)
-                if not self.enter(within if self.store else patient) or self._welcome is None or self.store is None:
-                    continue
-                found = self.store.find(f"{self._welcome[1]}/version", within)
-                if found is not None:
-                    version, params = decoded(found, tuple[Count, Params], "the trainer's note", IntegrityError)
-                    return Arrival(version=version, params=params)
-            except (NotConnectedError, DeadlineError):
-                self.close()  # another trainer may come after it
-            except TransportError:
-                if not within.stop.is_set():
-                    raise
-        return None
-
-    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        """As `LandingEnd.receive`; the deadline begins anew with each bucket.
-
-        Raises:
-            NotConnectedError: the trainer is gone, or gave up.
-            DeadlineError, TransportError: it does not go on.
-            ConfigError: it would take too many buckets.
-        """
-        store, complete = self.store, False
-        if store is None or self._welcome is None:
-            raise NotConnectedError("this worker is not connected to a trainer", hint="connect first")
-        trainer, handoff, handle, filled, taken = self._welcome
-        try:
-            segment = handle.attach()
-            try:
-                lander = Lander(arrival.params, into, segment.flat.device)
-                buckets = _buckets(arrival.params, segment.capacity)
-                for number, bucket in enumerate(buckets):
-                    left = within.again()
-                    while not filled.rang(left.within(_LOOK_S)):
-                        if store.lost():
-                            raise NotConnectedError(f"the connection to {trainer} ended: {store.lost()}")
-                        state = "a part of the version may have landed"
-                        left.check(f"{trainer} did not fill bucket {number}", state=state)
-                    pairs = lander.take(bucket, segment.half(number))
-                    segment.settle()
-                    if number + 1 < len(buckets):
-                        taken.ring()
-                    else:
-                        self._welcome, complete = (trainer, handoff + 1, handle, filled, taken), True
-                        store.set(f"{handoff}/taken/{self._token}", True)  # fails if the trainer gave up meanwhile
-                    yield from pairs
-            finally:
-                segment.close()
-        except BaseException as error:
-            if not complete:
-                self._give_up(error)
-            raise
-
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        self._give_up(error)
-
-    def close(self) -> None:
-        store, self.store, self._welcome = self.store, None, None
-        if store is None:
-            return
-        if self._rank is None:
-            store.patience_s = _GREET_S
-            with suppress(WeightSyncError):  # it is over already
-                store.set(f"{self._token}/left", True)
-                store.find(f"{self._token}/left")  # now the trainer knows, and does not count on this worker
-        store.close()
-
-    def _give_up(self, error: BaseException) -> None:
-        """End the connection, and tell trainer and other workers why."""
-        if self.store is not None:
-            self.store.close(f"{self.name} gave up: {str(error) or type(error).__name__}")
-        self.close()
+def _fill(group: Group, buckets: Sequence[Bucket], segments: Sequence[SharedSegment], packer: Packer) -> None:
+    """Fill one bucket after the other; a barrier later every worker has copied it."""
+    for number, bucket in enumerate(buckets):
+        packer.fill(bucket, [segment.half(number) for segment in segments])
+        for segment in segments:
+            segment.settle()
+        group.wait(group.barrier())
+    packer.finish()
 
 
-def _address(token: str) -> str:
-    """Return an address of this user's in the kernel's abstract namespace."""
-    return f"{_PROTOCOL}-{os.geteuid()}-{token[:32]}"
-
-
-def _buckets(params: Params, capacity: int) -> tuple[Bucket, ...]:
+def _buckets(params: tuple[ParamMeta, ...], capacity: int) -> tuple[Bucket, ...]:
     """Return the buckets of ``capacity`` bytes in which ``params`` travel: one at least.
 
     Raises:

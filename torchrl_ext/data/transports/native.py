@@ -18,8 +18,7 @@ a backend's store are those of `torch.distributed` where a group of a given name
 ``NAME``, then ``NAME/``, then the kind of device. SGLang makes its group so
 (`sglang.srt.utils.init_custom_process_group`), and begins with the first broadcast; its end is a process group of
 torch's, and over NCCL ours is one, too, watchdog included. vLLM takes a unique id of NCCL's, and adds up one number
-first (`vllm.distributed.device_communicators.pynccl`): our end carries by nccl4py where it can, and else leaves the id
-to torch, which puts it in the store.
+first (`vllm.distributed.device_communicators.pynccl`): our end carries by nccl4py.
 
 The port has no secret, because stock engines send none: anyone who reaches it while a group forms can take a rank.
 """
@@ -28,7 +27,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,13 +43,18 @@ from torchrl_ext.base.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.base.types import Info, ParamMeta, Wire
 from torchrl_ext.data.group.backends import GlooCarrier, TorchCarrier, choose_backend
 from torchrl_ext.data.group.buckets import Bucket, Span
-from torchrl_ext.data.group.calls import made_in_time, run_beside
+from torchrl_ext.data.group.calls import made_in_time
 from torchrl_ext.data.group.carrier import Carrier, Seat
 from torchrl_ext.data.group.group import Group, GroupLoad, GroupWorker, Member
 from torchrl_ext.data.group.nccl import NcclCarrier, new_unique_id, package
 from torchrl_ext.data.group.store import KeyStore, dial, listen
 from torchrl_ext.data.transports.base import Arrival, Handoff, Update, Worker
-from torchrl_ext.data.transports.collective import Incoming, VLLMCollectiveTransport, broadcast
+from torchrl_ext.data.transports.collective import (
+    Incoming,
+    VLLMCollectiveTransport,
+    handoff_of,
+    send_buckets,
+)
 
 __all__ = ["NAME", "GroupInvitation", "Meeting", "NativeTransport"]
 
@@ -59,7 +62,6 @@ NAME = "torchrl_ext"
 """Of the group, where a trainer gives it no other."""
 
 _GLOO = {"devices": 1, "threads": 2}  # as torch makes it
-_ID_KEY = "0"  # under which torch's first communicator looks for its unique id
 _MOST_RANKS = 128
 """From one more on NCCL makes a communicator by several unique ids (NCCL_RANKS_PER_ROOT), which vLLM does not."""
 
@@ -86,12 +88,13 @@ class Meeting(KeyStore):
         where: the ranks meet; the trainer replaces port 0 by a free one.
         rank: of this process; 0 is the trainer.
         device: where tensors travel from and to.
-        within: deadline of reaching the store, and of what the trainer's NCCL leaves there.
+        within: deadline of reaching the store.
 
     Attributes:
         where: what other ranks need.
 
     Raises:
+        ConfigError: NCCL is to carry to vLLM, without nccl4py.
         TransportError: there are too many ranks, the trainer's port is taken, or another thread ended the wait.
         DeadlineError: no trainer keeps a store there.
     """
@@ -100,8 +103,13 @@ class Meeting(KeyStore):
         super().__init__(where.master_address, where.master_port, "")
         self._rank, self._device, self._within = rank, device, within
         self._first = make == "vllm" and where.backend == "nccl"  # which sums up one number before anything else
-        self._making: Future[Group] | None = None
         self._group: Group | None = None
+        if self._first and package() is None:
+            raise ConfigError(
+                "this process cannot speak vLLM's own protocol: it has no nccl4py",
+                state="no group was formed",
+                hint="pip install 'torchrl_ext[nccl]', or install our plugin in the engines",
+            )
         if self._first and where.world_size > _MOST_RANKS:
             raise TransportError(
                 f"a group of {where.world_size} ranks", expected=f"{_MOST_RANKS} ranks or fewer, as vLLM has it"
@@ -120,19 +128,8 @@ class Meeting(KeyStore):
         self._open: Any = [kept, store, self._keys]
         self.where = where
         if rank == 0 and self._first:
-            self.where = msgspec.structs.replace(where, nccl_unique_id_b64=self._unique_id(within))
-
-    def _unique_id(self, within: Deadline) -> str:
-        if package() is not None:
-            unique_id = made_in_time(new_unique_id, within)
-            self._keys.set(_ID_KEY, unique_id)  # for ranks with our plugin that have no nccl4py
-        else:
-            making = self._making = run_beside(partial(self._made, within.again()))  # leaves its id, and then waits
-            within.poll(lambda: self._keys.check([_ID_KEY]) or making.done(), "NCCL gave no unique id")
-            if making.done():
-                making.result()
-            unique_id = self._keys.get(_ID_KEY)
-        return base64.b64encode(unique_id).decode("ascii")
+            unique_id = base64.b64encode(made_in_time(new_unique_id, within)).decode("ascii")
+            self.where = msgspec.structs.replace(where, nccl_unique_id_b64=unique_id)
 
     def form(self, within: Deadline) -> Group:
         """Wait until every rank is there, and return their group; the store closes where one is not.
@@ -143,8 +140,7 @@ class Meeting(KeyStore):
         """
         where = self.where
         try:
-            make = partial(self._made, within) if self._making is None else self._making.result
-            group: Group = made_in_time(make, within)
+            group: Group = made_in_time(partial(self._made, within), within)
             if not self._open:
                 raise TransportError("another thread ended the group")
             return group
@@ -167,7 +163,7 @@ class Meeting(KeyStore):
         carrier: Carrier
         if where.backend != "nccl":
             carrier = GlooCarrier(seat, self._keys, **_GLOO)
-        elif self._first and package() is not None:
+        elif self._first:
             carrier = NcclCarrier(seat, base64.b64decode(where.nccl_unique_id_b64 or ""))
         else:
             carrier = TorchCarrier(seat, self._keys)
@@ -365,10 +361,11 @@ class NativeTransport(VLLMCollectiveTransport):
         buckets, calls = layout_of(update.params, self.make, size)
         self._handoffs += 1
         load = NativeLoad(handoff=self._handoffs, make=self.make, bucket_bytes=size, calls=calls)
-        return broadcast(group, load, update, buckets, bucket_bytes=size, sliced=False)
+        send = partial(send_buckets, group, buckets, bucket_bytes=size, sliced=False)
+        return handoff_of(group, load, update, send)
 
     @classmethod
-    def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:  # type: ignore[override]
+    def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:
         """As `Transport.join`.
 
         Raises:
@@ -383,7 +380,7 @@ class NativeTransport(VLLMCollectiveTransport):
         member = Member(*where, device=device, backend=backend, timeout_s=within.timeout_s)
         meeting = member.keep(Meeting(offer.make, group, here.rank, device=device, within=within))
         member.take(meeting.form(within.again()))
-        return NativeWorker(member)
+        return NativeWorker(member, here)
 
 
 @final
