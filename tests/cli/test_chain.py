@@ -43,7 +43,7 @@ def test_ls_names_kind_base_bytes_encoding_and_density(root, capsys):
     assert main(["chain", "ls", str(root)]) == 0 and "keyframe+delta" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("version", "file"), [(3, "model.safetensors"), (4, "*.bin")])
+@pytest.mark.parametrize(("version", "file"), [(3, "model.safetensors"), (4, "delta-*.safetensors")])
 def test_what_is_damaged_is_named_and_not_unpacked(root, tmp_path, capsys, version, file):
     (root / "weight_v000005").mkdir()  # which somebody began to write
     assert [row["version"] for row in asked(capsys, "ls", root)["versions"]] == [1, 2, 3, 4]

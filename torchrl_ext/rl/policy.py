@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ _SAMPLING = {
     "top_k",
     "top_p",
 }
+_CONVERSATIONS = 1 << 16  # that are remembered
 
 
 class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict has no types
@@ -80,6 +81,9 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         num_samples: continuations per prompt, as a second dimension of the output; None for one, without a dimension.
         chat_template_name, chat_template: for history mode, as in `History.apply_chat_template`.
         seed: sequence k of this policy is sampled with ``seed + k``; None leaves it to the engine.
+        version: returns the trainer's newest version, like ``lambda: sender.version``; picklable where the policy is.
+            With it, engines reuse keys and values by version, as ``cache_versions`` of `InferenceClient.generate` says,
+            and later turns of a conversation (history mode) keep the version of its first turn.
         run: names the run that numbers the engines' versions, for `TokenVersions.run`.
         timeout_s: deadline of one call, in seconds; None takes the client's.
 
@@ -107,6 +111,7 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         chat_template_name: str | None = None,
         chat_template: str | None = None,
         seed: int | None = None,
+        version: Callable[[], int] | None = None,
         run: str = "",
         timeout_s: float | None = None,
     ) -> None:
@@ -118,7 +123,8 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         self._template = {"chat_template_name": chat_template_name, "chat_template": chat_template}
         self._given = {
             **{"tokenizer": tokenizer, "input_mode": input_mode, "num_samples": num_samples, **self._template},
-            **{"generate_kwargs": generate_kwargs, "seed": seed, "run": run, "timeout_s": timeout_s},
+            **{"generate_kwargs": generate_kwargs, "seed": seed, "version": version, "run": run},
+            "timeout_s": timeout_s,
         }
         self._sampling, self._samples = _sampling(generate_kwargs or {}), num_samples
         if not isinstance(model, InferenceClient):
@@ -126,8 +132,9 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         self.model, self.tokenizer, self.input_mode = model, tokenizer, input_mode
         self.in_keys: list[NestedKey] = [(input_mode, "prompt")]
         self.out_keys: list[NestedKey] = [*_OUTPUTS[input_mode], *_OURS]
-        self._seed, self._run, self._timeout_s = seed, run, timeout_s
+        self._seed, self._newest, self._run, self._timeout_s = seed, version, run, timeout_s
         self._made, self._counting = 0, threading.Lock()
+        self._first: dict[int, int] = {}  # version at the first turn, by what a conversation said until its last answer
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a policy in another process that uses the same engines and counts its seeds from the start."""
@@ -164,8 +171,13 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         if self._seed is not None:
             with self._counting:
                 sampling["seed"], self._made = self._seed + self._made, self._made + count
-        found = self.model.generate(prompts.tokens, n=each, timeout_s=self._timeout_s, **sampling)
+        versions = None if self._newest is None else self._first_versions(prompts, self._newest())
+        found = self.model.generate(
+            prompts.tokens, n=each, cache_versions=versions, timeout_s=self._timeout_s, **sampling
+        )
         rows = [self._row(prompts, i // each, generation) for i, generation in enumerate(found)]
+        if versions is not None and prompts.history is not None:
+            self._remember([row["history"].full for row in rows], [one for one in versions for _ in range(each)])
         if self._samples is None:
             return lazy_stack(rows, 0)
         return lazy_stack([lazy_stack(rows[i : i + each], 0) for i in range(0, count, each)], 0)
@@ -240,6 +252,19 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def _first_versions(self, prompts: Prompts, newest: int) -> list[int]:
+        """Return the version at the first turn of each prompt's conversation; ``newest`` where it begins now."""
+        if prompts.history is None:
+            return [newest] * len(prompts.tokens)
+        return [self._first.get(_said(history), newest) for history in prompts.history.unbind(0)]
+
+    def _remember(self, histories: Iterable[Any], versions: Iterable[int]) -> None:
+        with self._counting:
+            for said, version in zip(map(_said, histories), versions, strict=True):
+                self._first[said] = max(version, self._first.pop(said, version))  # two conversations may say the same
+            while len(self._first) > _CONVERSATIONS:
+                del self._first[next(iter(self._first))]
+
 
 class Prompts(NamedTuple):
     """B prompts: token ids without padding; text but in tokens mode; a `History` (B, turns) in history mode."""
@@ -275,3 +300,10 @@ def _unpadded(ids: Tensor, padding: int) -> Tensor:
     """Drop padding on the left, where TorchRL pads prompts; further on it is a token, such as the end of a turn."""
     kept = (ids != padding).nonzero()
     return ids[int(kept[0]) :] if len(kept) else ids[:0]
+
+
+def _said(history: Any) -> int:
+    """Return a hash of a conversation's messages up to its last answer; before the first answer, of none."""
+    messages = [(str(one.role), str(one.content)) for one in history.unbind(0)]
+    answers = [i for i, (role, _) in enumerate(messages, start=1) if role == "assistant"]
+    return hash(tuple(messages[: answers[-1]])) if answers else hash(())

@@ -331,7 +331,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         if self.world_size is None:
             raise ConfigError(
                 "the number of workers is not known",
-                hint="say how many there are, or connect through an engine client",
+                hint="give world_size=, or connect through an engine client",
             )
         return self.world_size
 
