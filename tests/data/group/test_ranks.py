@@ -1,5 +1,7 @@
 """Trainer ranks follow rank 0 through its updates, which fail on all ranks if on one: over each kind of store."""
 
+import signal
+import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.processes import WAIT_S
+from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import on_ranks
 from torchrl_ext.base import errors
 from torchrl_ext.base.deadline import Deadline
@@ -246,6 +248,27 @@ def test_rank_without_group_gathers_and_assumes_success(stored):
         ranks.following(lambda: {"gather": fail})
     with pytest.raises(TransportError, match="leads no update"):
         stored.trainer()[0].session.order("echo")
+
+
+def leads_for_ever(path):
+    ranks = TrainerRanks("policy", 30, group=lambda: RankStore(0, 2, dist.FileStore(path, -1)))
+    print("now", flush=True)
+    with ranks.leading() as session:
+        session.order("echo")
+        sys.stdin.read()
+
+
+def test_rank_0_that_is_killed_is_named_at_the_deadline(tmp_path, beside):
+    path = f"{tmp_path}/store"
+    store, follows = dist.FileStore(path, -1), threading.Event()
+    with running_python(calling(leads_for_ever, path)) as first:
+        assert first.stdout.readline() == "now\n"
+        ranks = TrainerRanks("policy", 0.1, group=lambda: RankStore(1, 2, store))
+        call = beside(ranks.following, lambda: {"echo": lambda args: follows.set()})
+        assert follows.wait(WAIT_S)
+        first.send_signal(signal.SIGKILL)
+        with pytest.raises(DeadlineError, match="trainer rank 0 gave no order within 3 s"):
+            call.result(WAIT_S)
 
 
 MADE_BEFORE_THE_GROUP = TrainerRanks(numbered("policy"), PATIENT_S)
