@@ -285,7 +285,7 @@ OTHERS: Mapping[str, Layout] = {
 }
 
 
-def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> Info:
+def compare(pair: Pair, repeats: int) -> Info:
     """Count the bytes of every layout with all framing, and time each way to find and code the changes, in turns.
 
     Every way has the same threads. Ours also sums a digest of every tensor; ``xor + zstd`` a checksum of every tensor.
@@ -293,7 +293,6 @@ def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> 
     Args:
         pair: bfloat16.
         repeats: rounds.
-        others: layouts beside ours.
 
     Returns:
         JSON-safe: ``bits_per_changed`` and ``bytes`` by layout; ``seconds`` by way, ``copy`` among them; ratios.
@@ -320,10 +319,10 @@ def compare(pair: Pair, repeats: int, others: Mapping[str, Layout] = OTHERS) -> 
         blocks = find(olds.table, olds.bits, rows, made.code, threads=worker_threads())
         return sum(len(data) for _, data in made.files(blocks))
 
-    sizes = {name: theirs(layout) for name, layout in others.items()} | {kind: _published(pair, kind) for kind in OURS}
+    sizes = {name: theirs(layout) for name, layout in OTHERS.items()} | {kind: _published(pair, kind) for kind in OURS}
     ways: dict[str, Callable[[], object]] = {
         "copy": lambda: over(lambda name, _, new: np.copyto(units(targets[name]), units(new))),
-        **{name: partial(theirs, layout) for name, layout in others.items()},
+        **{name: partial(theirs, layout) for name, layout in OTHERS.items()},
         **{kind: partial(ours, kind) for kind in OURS},
     }
     taken = rounds(ways, repeats)

@@ -189,7 +189,7 @@ class TransportContract(ABC):
         assert type(trainer) is transports.load(self.name)
         assert trainer.name == self.name
 
-    def testevery_bit_arrives_in_an_engine(self, trainer: Transport) -> None:
+    def test_every_bit_arrives_in_an_engine(self, trainer: Transport) -> None:
         weights = every_bit()
         held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
         assert tx.WeightSender(trainer, Engine.of(_Remote(held)), finite=False).update_weights(weights).verified

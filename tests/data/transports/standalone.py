@@ -76,7 +76,7 @@ class StandaloneContract(TransportContract):
         ends.worker.shutdown()
         ends.trainer.shutdown()
 
-    def testevery_bit_arrives(self, ends):
+    def test_every_bit_arrives(self, ends):
         weights = every_bit()
         assert_arrived(ends.exchange(weights), weights)
 
