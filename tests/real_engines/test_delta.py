@@ -70,7 +70,7 @@ def test_first_version_on_checkpoint_base_is_a_delta(served, tmp_path):
             report = sender.update_weights(model)
             assert report.density < 0.05 and report.bytes < report.model_bytes / 4
             served.assert_serves(model, report)
-    assert not list(tmp_path.glob("weight_v*/*.safetensors"))
+    assert not list(tmp_path.glob("weight_v*/model*.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_delta_on_wrong_base_is_refused_and_next_update_recovers(served, tmp_pat
             sender.update_weights(other)
         assert served.is_called(str(before)) and served.tokens() == said and not served.paused()
         report = sender.update_weights(other)
-        assert list(tmp_path.glob(f"weight_v{report.version:06d}/*.safetensors"))  # a full version
+        assert list(tmp_path.glob(f"weight_v{report.version:06d}/model*.safetensors"))  # a full version
         served.assert_serves(other, report)
         last = nudged(other, 0.01, 14)
         served.assert_serves(last, sender.update_weights(last))

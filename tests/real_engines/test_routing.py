@@ -124,7 +124,7 @@ def test_an_engine_that_fell_behind_is_out_until_it_caught_up(routing, client):
 
 @behind_vllm
 def test_frozen_rollouts_go_on_after_update_with_versions(client, fleet, now):
-    sender = tx.WeightSender(tx.make_transport("collective"), client.fleet())
+    sender = tx.WeightSender(tx.make_transport("collective"), tx.connect(*client.server_urls))
     sender.update_weights(now.model)
     models = iter(tiny_model(seed) for seed in range(82, 200))
 

@@ -39,7 +39,7 @@ def test_in_place_pause_refuses_update_unless_cache_is_kept(serving, tmp_path):
             try:
                 sender.update_weights(model)
             except tx.WeightSyncError as error:
-                assert re.search(r"(?s)paused in place.*1 running.*serves again.*keep_cache=True", str(error))
+                assert re.search(r"(?s)paused in place.*in use.*serves again.*keep_cache=True", str(error))
                 assert future.result()["weight_versions"][0]["version"] == str(serving.report.version)
                 return True
             future.result()  # it was over before the pause
