@@ -13,6 +13,7 @@ from tests.engines import processed
 from tests.sync.ends import digests, made
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import ManifestError, StaleBaseError, UpdateError
+from torchrl_ext.base.messages import Finish
 from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.rehearsal import changed, reverting_changes
@@ -73,6 +74,15 @@ def test_a_head_that_lands_nowhere_has_to_equal_its_embedding(model, transport, 
             assert engine.serving.is_set()
             sender.update_weights(weights(seed=version))
             assert torch.equal(net.lm_head.weight, weights(seed=version)["words.weight"])
+
+
+def test_a_finish_that_comes_twice_has_one_answer(model, tmp_path):
+    """A client of several servers hears one of them at a time."""
+    receiver = tx.WeightReceiver(EngineLoader(model))
+    with tx.WeightSender(made("delta", tmp_path / "root"), InProcessEngine(receiver)) as sender:
+        sender.update_weights(weights(seed=1))
+        answers = [receiver.handle(Finish(version=1, connection=receiver.connection)) for _ in range(2)]
+        assert answers[0] == answers[1] and answers[0]["digest"]
 
 
 @pytest.fixture

@@ -449,6 +449,7 @@ class WeightReceiver:
             self._loading = False
         self._open, self.version = False, message.version
         self.held, self._sealed = WeightsState(base=self.version, intact=True), False
+        self._arrived = Digests()  # a client that hears one of its servers at a time asks the others again
         self._expect(None)
         return {"version": self.version, "digest": self._compared}
 
