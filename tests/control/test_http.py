@@ -215,6 +215,8 @@ def test_ctrl_c_ends_a_call_and_its_connection(recwarn, interruptible, monkeypat
             threading.Event().wait(LIMIT_S)
 
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_and_linger)
+    gc.collect()
+    recwarn.clear()  # of what tests before have left
     dripping, left = threading.Event(), threading.Event()
 
     def talk(connection, _):
