@@ -80,7 +80,7 @@ def confirmed(answers: Sequence[Info], engines: int, where: str) -> list[Info]:
             expected=f"{expected}, of {engines} engine(s)",
             hint="install this package where vLLM's server runs, too: its own client hears the first replica alone",
         )
-    return [{**answer, "workers": 1} for answer in answers]
+    return [*answers]
 
 
 def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
