@@ -137,6 +137,43 @@ def test_the_trainers_death_ends_waits_though_a_fork_lives():
             worker.find("absent", Deadline(WAIT_S))
 
 
+@pytest.mark.parametrize("end", ["who listens", "who dials"])
+def test_a_fork_between_a_connection_and_its_first_word_keeps_nothing_open(end):
+    """A fork at any moment: a socket is listed before anybody can use it."""
+    children, both = [], threading.Barrier(2)
+
+    def forks(connected):
+        if (child := os.fork()) == 0:
+            time.sleep(WAIT_S)
+            os._exit(0)
+        children.append(child)
+        connected.close()
+
+    def met(connected, _):
+        if end == "who listens":
+            forks(connected)
+        else:
+            connected.settimeout(WAIT_S / 2)
+            children.append(connected.recv(1))
+        both.wait(WAIT_S)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = store.serve(listener, met, "a test")
+    ours = store.dial("127.0.0.1", listener.getsockname()[1], Deadline(WAIT_S))
+    try:
+        if end == "who dials":
+            forks(ours)
+        else:
+            ours.settimeout(WAIT_S / 2)
+            assert ours.recv(1) == b""
+        both.wait(WAIT_S)
+        assert end == "who listens" or children[1] == b""
+    finally:
+        stop()
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+
+
 def test_a_frozen_trainer_is_noticed_by_every_question():
     with running_python(calling(hosts)) as child:
         worker = worker_at(port := int(child.stdout.readline()))

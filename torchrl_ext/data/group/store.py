@@ -98,9 +98,10 @@ class Channel:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _PROBES.items():
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._connection = Connection(connected.detach())
         self._writing = threading.Lock()
-        close_in_children(self)
+        with _forking:
+            self._connection = Connection(connected.detach())
+            close_in_children(self)
 
     @property
     def alive(self) -> bool:
@@ -593,13 +594,16 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
     Returns:
         A call that closes ``listener``, whose address is free then.
     """
-    ended = threading.Event()
+    ended, waiting = threading.Event(), select.poll()
 
     def accept() -> None:
         while not ended.is_set():
+            waiting.poll(1000)
             try:
-                connected, address = listener.accept()
-            except OSError:  # it was closed, or there is no room for another file
+                with _forking:
+                    connected, address = listener.accept()
+                    close_in_children(connected)
+            except OSError:  # it was closed, its caller has left, or there is no room for another file
                 ended.wait(_SLICE_S)
                 continue
             threading.Thread(target=met, args=(connected, address), name=name, daemon=True).start()
@@ -610,7 +614,8 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
             listener.shutdown(socket.SHUT_RDWR)  # frees the port, and lets go of the thread that accepts
         listener.close()
 
-    listener.settimeout(None)
+    listener.setblocking(False)  # `accept` holds a lock
+    waiting.register(listener, select.POLLIN)
     threading.Thread(target=accept, name=name, daemon=True).start()
     return stop
 
@@ -652,7 +657,7 @@ def dial(address: str, port: int, within: Deadline, failure: str = "no attempt w
     """
     for left_s in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
         try:
-            made = in_time(partial(socket.create_connection, (address, port), max(0.1, left_s)), within)
+            made = in_time(partial(_connected, address, port, max(0.1, left_s)), within)
         except OSError as error:  # nobody listens; or the name is not known, and that of a service may be, soon
             failure = str(error)
         else:
@@ -666,17 +671,37 @@ def dial(address: str, port: int, within: Deadline, failure: str = "no attempt w
     )
 
 
-_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
+def _connected(address: str, port: int, timeout_s: float) -> socket.socket:
+    failure: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
+    for family, kind, protocol, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        with _forking:
+            connected = socket.socket(family, kind, protocol)
+            close_in_children(connected)
+        try:
+            connected.settimeout(timeout_s)
+            connected.connect(where)
+        except OSError as error:
+            failure = error
+            connected.close()
+        else:
+            return connected
+    raise failure
 
 
 def close_in_children(resource: Any) -> None:
     """Close ``resource`` in every forked child, which else would keep it open after this process has died."""
-    _OURS.add(resource)
+    with _forking:
+        _OURS.add(resource)
 
 
 def _close_all() -> None:
+    _forking.release()
     for resource in list(_OURS):
         resource.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
+_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
+_forking = threading.RLock()
+"""Held while a descriptor is made and listed: a child forked in between would keep it open."""
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_all)
