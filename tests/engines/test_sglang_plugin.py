@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import python
-from torchrl_ext.base.messages import Finish, Start
+from torchrl_ext.base.messages import Finish, Reset, Start
 from torchrl_ext.control.serving.processes import free_port, make_overlay
 from torchrl_ext.engines.plugin import started_with
 from torchrl_ext.engines.sglang import register
@@ -86,6 +86,19 @@ def test_model_loaded_before_the_first_message_is_noticed(monkeypatch, by):
     assert register._worker(fresh).loaded_past_us == 0 and register._worker(fresh).checkpoint == "org/start@main"
     register.load_past_us(fresh.load, fresh, "/another")
     assert register._worker(fresh).loaded_past_us == 1
+
+
+def test_only_a_load_of_all_tensors_gives_a_model_another_origin(monkeypatch):
+    monkeypatch.setattr(register, "_workers", {})
+    model, told = Model("org/start"), []
+    receiver = SimpleNamespace(invalidate=lambda **how: told.append(how), handle=told.append)
+    register._workers[model] = SimpleNamespace(end=SimpleNamespace(receiver=receiver))
+    for settings, wanted in (({"weight_name_filter": len}, []), ({}, [Reset(weights="reloaded")])):
+        register.update_weights_from_disk(model.load, model, "/another", "auto", **settings)
+        assert [one for one in told if isinstance(one, Reset)] == wanted
+    assert {"torn": False} in told
+    register.update_weights_from_disk(lambda *_, **__: (False, "it broke"), model, "/another")
+    assert told[-1] == {"torn": True}
 
 
 @pytest.fixture

@@ -200,6 +200,13 @@ class TestVLLM:
             assert same(llm.model, net(seed)) and llm.fake.serving
             await asyncio.to_thread(sender.shutdown)
 
+    @on_a_loop
+    async def test_an_engine_without_a_request_yet_runs_on_the_callers_loop(self, served, tmp_path):
+        llm, engine = served()
+        llm.output_handler = None  # which vLLM makes with the first request
+        await engine.update_model_weights(tmp_path / "1")
+        assert llm.fake.serving and same(llm.model, net(1))
+
     def test_calls_fail_at_once_after_engine_event_loop_ended(self, served):
         async def main():
             return served()

@@ -94,6 +94,20 @@ def test_our_plugins_join_a_users_allow_list(tmp_path, monkeypatch):
     assert VLLMSpec(tmp_path).variables()["VLLM_PLUGINS"] == "theirs,torchrl_ext,torchrl_ext_cpu"
 
 
+def test_without_an_allow_list_the_plugins_of_the_environment_are_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    points = [("vllm.general_plugins", "theirs"), ("vllm.endpoint_plugins", "routes"), ("console_scripts", "tool")]
+    for number, (group, name) in enumerate(points):
+        folder = tmp_path / "lib" / "python3.11" / "site-packages" / f"p{number}-1.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: p{number}\nVersion: 1\n")
+        (folder / "entry_points.txt").write_text(f"[{group}]\n{name} = p:p\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    named = VLLMSpec(tmp_path, python=tmp_path / "bin" / "python").variables()["VLLM_PLUGINS"]
+    assert named == "theirs,torchrl_ext,torchrl_ext_cpu"
+
+
 def test_workers_on_a_cpu_share_its_cores(tmp_path, monkeypatch):
     def told(spec, variable, workers):
         return spec(tmp_path, cpu=True, tensor_parallel_size=workers).variables().get(variable)
