@@ -36,7 +36,7 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import Leave, Message, Poll
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.port import EngineState, Port
-from torchrl_ext.data.group.store import LONGEST_BYTES, Channel, close_in_children, serve
+from torchrl_ext.data.group.store import LONGEST_BYTES, Channel, bound, connected_to, serve
 
 __all__ = ["Hub", "LinkPort", "dial"]
 
@@ -68,10 +68,9 @@ class Hub:
 
     def __init__(self, host: str, model_id: str, workers: int, welcome: Info, *, hello_s: float = 10.0) -> None:
         self._model_id, self._workers, self._welcome, self._hello_s = model_id, workers, welcome, hello_s
-        listener, self._lock = socket.create_server((host, 0), backlog=128), threading.Lock()
+        listener, self._lock = bound(host, 0), threading.Lock()
         self.address = (host, int(listener.getsockname()[1]), secrets.token_hex(16))
         self.links: dict[int, Channel] = {}
-        close_in_children(listener)
         self._stop_listening = serve(listener, self.meet, f"torchrl-ext-hub-{model_id}")
 
     def wait(self, timeout_s: float, ended: Callable[[], list[int]] = list) -> list[int]:
@@ -154,7 +153,7 @@ def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: f
     host, port, token = address
     trainer, who = f"the trainer at {host}:{port}", f"worker {worker} of model {model_id!r}"
     try:
-        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection = connected_to(host, port, timeout_s)
     except OSError as error:
         raise NotConnectedError(
             f"{who} cannot reach {trainer}: {error}",

@@ -2,6 +2,7 @@
 
 import hmac
 import os
+import queue
 import signal
 import socket
 import threading
@@ -137,41 +138,46 @@ def test_the_trainers_death_ends_waits_though_a_fork_lives():
             worker.find("absent", Deadline(WAIT_S))
 
 
-@pytest.mark.parametrize("end", ["who listens", "who dials"])
-def test_a_fork_between_a_connection_and_its_first_word_keeps_nothing_open(end):
+@pytest.mark.parametrize("forks", ["who listens", "who dials"])
+def test_a_fork_between_a_connection_and_its_first_word_keeps_it_open_nowhere(forks):
     """A fork at any moment: a socket is listed before anybody can use it."""
-    children, both = [], threading.Barrier(2)
-
-    def forks(connected):
-        if (child := os.fork()) == 0:
-            time.sleep(WAIT_S)
-            os._exit(0)
-        children.append(child)
-        connected.close()
-
-    def met(connected, _):
-        if end == "who listens":
-            forks(connected)
-        else:
-            connected.settimeout(WAIT_S / 2)
-            children.append(connected.recv(1))
-        both.wait(WAIT_S)
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    stop = store.serve(listener, met, "a test")
-    ours = store.dial("127.0.0.1", listener.getsockname()[1], Deadline(WAIT_S))
+    met = queue.SimpleQueue()
+    listener = store.listen("127.0.0.1", 0)
+    stop = store.serve(listener, lambda connected, _: met.put(connected), "a test")
+    dialled = store.dial("127.0.0.1", listener.getsockname()[1], Deadline(WAIT_S))
+    ends = [met.get(timeout=WAIT_S), dialled]
+    ours, theirs = ends if forks == "who listens" else ends[::-1]
+    theirs.settimeout(WAIT_S / 2)
+    if (child := os.fork()) == 0:
+        time.sleep(WAIT_S)
+        os._exit(0)
     try:
-        if end == "who dials":
-            forks(ours)
-        else:
-            ours.settimeout(WAIT_S / 2)
-            assert ours.recv(1) == b""
-        both.wait(WAIT_S)
-        assert end == "who listens" or children[1] == b""
+        ours.close()
+        assert theirs.recv(1) == b""
     finally:
         stop()
-        os.kill(children[0], signal.SIGKILL)
-        os.waitpid(children[0], 0)
+        theirs.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_fork_keeps_no_port_taken():
+    port = (listener := store.listen("127.0.0.1", 0)).getsockname()[1]
+    if (child := os.fork()) == 0:
+        time.sleep(WAIT_S)
+        os._exit(0)
+    try:
+        listener.close()
+        Deadline(WAIT_S).poll(lambda: usable(port), "the port is taken")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def usable(port):
+    with suppress(OSError):
+        store.listen("127.0.0.1", port).close()
+        return True
 
 
 def test_a_frozen_trainer_is_noticed_by_every_question():

@@ -47,8 +47,8 @@ from torchrl_ext.base.errors import NotConnectedError, TransportError, WeightSyn
 from torchrl_ext.data.group.calls import in_time
 
 __all__ = [
-    "LONGEST_BYTES", "LOST", "VALUE_BYTES", "Channel", "HostedStore", "KeyStore", "RemoteStore", "close_in_children",
-    "dial", "listen", "serve",
+    "LONGEST_BYTES", "LOST", "VALUE_BYTES", "Channel", "HostedStore", "KeyStore", "RemoteStore", "bound",
+    "close_in_children", "connected_to", "dial", "listen", "serve",
 ]  # fmt: skip
 
 LOST = "lost"
@@ -321,7 +321,6 @@ class HostedStore(KeyStore):
         self._values: dict[str, msgspec.Raw] = {}
         self._peers: set[_Peer] = set()
         self._closed = False
-        close_in_children(listener)
         self._stop_listening = serve(listener, self._serve, "torchrl-ext-store")
 
     def find(self, key: str, within: Deadline | None = None) -> Any:
@@ -633,14 +632,21 @@ def listen(address: str, port: int) -> socket.socket:
     """
     try:
         numeric = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
-        family = socket.AF_INET if numeric.version == 4 else socket.AF_INET6
-        return socket.create_server((str(numeric), port), family=family, backlog=_BACKLOG)
+        return bound(str(numeric), port, socket.AF_INET if numeric.version == 4 else socket.AF_INET6)
     except ValueError:
         pass  # a name
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise
-    return socket.create_server(("", port), backlog=_BACKLOG)
+    return bound("", port)
+
+
+def bound(host: str, port: int, family: int = socket.AF_INET) -> socket.socket:
+    """Return a socket that listens at exactly this address, and is closed in forked children."""
+    with _forking:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        close_in_children(listener)
+    return listener
 
 
 def dial(address: str, port: int, within: Deadline, failure: str = "no attempt was made") -> socket.socket:
@@ -657,7 +663,7 @@ def dial(address: str, port: int, within: Deadline, failure: str = "no attempt w
     """
     for left_s in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
         try:
-            made = in_time(partial(_connected, address, port, max(0.1, left_s)), within)
+            made = in_time(partial(connected_to, address, port, max(0.1, left_s)), within)
         except OSError as error:  # nobody listens; or the name is not known, and that of a service may be, soon
             failure = str(error)
         else:
@@ -671,7 +677,8 @@ def dial(address: str, port: int, within: Deadline, failure: str = "no attempt w
     )
 
 
-def _connected(address: str, port: int, timeout_s: float) -> socket.socket:
+def connected_to(address: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a connection to who listens there now, as `socket.create_connection`; it is closed in forked children."""
     failure: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
     for family, kind, protocol, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         with _forking:
