@@ -69,8 +69,13 @@ def test_update_weights_auto_compares_path_with_trainer():
         (True, "/other", True),
         (False, "/models/policy", False),
     ):
-        (model,) = parse([{"name": "a", "update_weights": said, "model_path": path, "server_groups": [group()]}])
-        assert model.update_weights is meant and model.engines[0].model_path == path
+        for row in (
+            {"model_path": path, "server_groups": [group()]},
+            {"model_path": "/b", "engine_groups": [group(overrides={"model-path": path})]},
+        ):
+            (model,) = parse([{"name": "a", "update_weights": said, **row}])
+            assert model.update_weights is meant
+            assert (model.engines[0].model_path, model.engines[0].overrides) == (path, {})
 
 
 @pytest.mark.parametrize(
@@ -81,6 +86,11 @@ def test_update_weights_auto_compares_path_with_trainer():
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines only"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
+        (
+            [{"name": "a", "server_groups": [group(), group(overrides={"model_path": "/x"})]}],
+            "different paths: /models/policy, /x",
+        ),
+        ([{"name": "a", "server_groups": [group()], "engine_groups": [group()]}], "server_groups and engine_groups"),
         ({"vllm": [{"name": "a"}], "sglang": [{"name": "a"}]}, "length <= 1"),
         ({"trt": [{"name": "a"}]}, "no engine called 'trt'"),
         ({"inprocess": [{"name": "a"}]}, r"no server(.|\n)*vllm, sglang, embedded"),

@@ -53,6 +53,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True):
     num_gpus_per_engine: _Count | None = None
     update_weights: bool | Literal["auto"] = "auto"
     server_groups: list[_Group] = []
+    engine_groups: list[_Group] = []
 
 
 _Models = Annotated[
@@ -163,12 +164,15 @@ def parse_plans(content: Any, *, hf_checkpoint: str | Path | None = None) -> tup
 
 def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: Iterator[int]) -> ModelPlan:
     """Return a model's plan; its engines get the next ``devices``."""
-    name, path = row.name, row.model_path or str(hf_checkpoint or "")
+    name, default = row.name, row.model_path or str(hf_checkpoint or "")
     plans: list[EnginePlan] = []
-    if row.server_groups and not path:
-        raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
-    for group in row.server_groups:
+    if row.server_groups and row.engine_groups:
+        raise ConfigError(f"model {name!r} has server_groups and engine_groups", expected="one: they mean the same")
+    for group in row.server_groups or row.engine_groups:
         overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
+        path = str(overrides.pop("model_path", default))
+        if not path:
+            raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
         each = group.num_gpus_per_engine or row.num_gpus_per_engine or 1
         mine = tuple(itertools.islice(devices, group.num_gpus))
         if len(mine) % each:
@@ -186,6 +190,9 @@ def _planned(kind: str, row: _Model, hf_checkpoint: str | Path | None, devices: 
             for first in range(0, len(mine), each)
         ]
     check_pools(f"model {name!r}", {plan.worker_type for plan in plans})
+    path, *others = sorted({plan.model_path for plan in plans}) or [default]
+    if others:
+        raise ConfigError(f"groups of {name!r} have different paths: {path}, {', '.join(others)}", expected="one model")
     follows = row.update_weights
     if follows == "auto":
         follows = hf_checkpoint is not None and os.path.abspath(path) == os.path.abspath(hf_checkpoint)
