@@ -652,9 +652,22 @@ class EngineLoader(Rehearsed, Rehearsable):
         self._patcher.commit()
         whole, self._whole = self._whole, []
         if whole:
+            self._patcher.drop()  # there is no way back from what the model's loader writes
             layers = self._open(None if self._whole_model else [name for name, _ in whole])
             self.model.module.load_weights(iter(whole))
             self._close(layers)
+
+    def obstacle(self) -> str:
+        return "layers that the engine keeps in another form change" if self._whole else ""
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        self._refuse_asleep()
+        self._refuse_moved()
+        self._patcher.undo()
+
+    def keep(self) -> None:
+        self._patcher.keep()
 
     def _together(self, own: Mapping[str, PositionDigest]) -> dict[str, PositionDigest]:
         return combine(own, self._patcher.shares, self._params, self.model.group)

@@ -120,6 +120,14 @@ def test_patched_engines_equal_those_that_loaded_the_new_tensors(dtype, kind):
             for name, pieces in patcher.pieces.items():
                 assert staged[name] == held_digest(pieces), name
                 total[name] += staged[name]
+            patcher.undo()
+            assert all(same_bits(tensor, before[name]) for name, tensor in patched.params.items())
+            assert patcher.stage(changes) == staged
+            patcher.commit()
+            patcher.keep()
+            with pytest.raises(NotConnectedError, match="not known"):
+                patcher.undo()
+            assert all(same_bits(patched.params[name], tensor) for name, tensor in loaded.params.items())
         for name in ("q", "down", "packed_qkv"):  # of which each worker holds a share of its own
             assert total[name] == position_digest(new[name]), name
 
@@ -159,10 +167,10 @@ class Watched:
         self.digested += sum(piece.destination.numel() for piece in pieces)
         return self.own.words(pieces)
 
-    def write(self, writes):
+    def exchange(self, writes):
         if self.late:
-            writes = writes._replace(values=torch.full_like(writes.values, 0x25))
-        return self.own.write(writes)
+            writes.values.fill_(0x25)
+        return self.own.exchange(writes)
 
 
 def test_patcher_reads_tensors_back_before_pauses_only():
@@ -291,11 +299,58 @@ def test_a_device_is_waited_for_twice_for_any_number_of_tensors(lag):
 
 @pytest.mark.parametrize("own", [loops, torch_ops], ids=["loops", "torch_ops"])
 def test_a_list_other_than_staged_is_no_proof_of_itself(own):
-    (*_, change, live), kernels = flipped(), Watched(own)
+    (old, _, change, live), kernels = flipped(), Watched(own)
     patcher, kernels.late = Patcher(identity(live), kernels), True
     compare(patcher.stage(change), change.digests)
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         patcher.commit()
+    kernels.late = False
+    patcher.undo()  # by what was read before it was overwritten
+    assert all(same_bits(live[name], tensor) for name, tensor in old.items())
+
+
+@pytest.mark.parametrize("own", [loops, torch_ops], ids=["loops", "torch_ops"])
+def test_a_way_back_that_leads_elsewhere_is_no_way_back(own):
+    (*_, change, live), kernels = flipped(), Watched(own)
+    patcher = Patcher(identity(live), kernels)
+    compare(patcher.stage(change), change.digests)
+    with pytest.raises(NotConnectedError, match="not known"):
+        patcher.undo()
+    patcher.commit()
+    kernels.late = True
+    with pytest.raises(IntegrityError, match="tensor 'b'"):
+        patcher.undo()
+
+
+def test_forwards_beside_a_commit_compute_with_the_old_weights_or_the_new(lag):
+    """What was queued before it on the engine's stream reads the old ones, however late; and so on the way back."""
+    generator, old = torch.Generator().manual_seed(4), state(1)
+    new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
+    change, engine = step(old, new), torch.Stream(lag)
+    with engine:
+        live = {name: tensor.to(lag) for name, tensor in old.items()}
+        patcher = Patcher(identity(live))
+
+    def forward():
+        return {name: as_bits(tensor).sum(0) for name, tensor in live.items()}
+
+    def staged():
+        with torch.Stream(lag):
+            compare(patcher.stage(change), change.digests)
+
+    for _ in range(3):
+        with engine:
+            before = [forward() for _ in range(4)]
+            staging = in_thread(staged, "stage")
+            before += [forward() for _ in range(4)]
+            staging.result(WAIT_S)
+            before += [forward() for _ in range(4)]
+            patcher.commit()
+            after = [forward() for _ in range(2)]
+            patcher.undo()
+            for found, held in ((before, old), (after, new), ([forward()], old)):
+                for row in found:
+                    assert all(torch.equal(row[name].cpu(), as_bits(one).sum(0)) for name, one in held.items())
 
 
 def meta(*shape, dtype=torch.float32):

@@ -211,8 +211,11 @@ class Kernels(Protocol):
     def land(self, places: Places, changes: Range) -> Writes | None:
         """Translate changes, and resolve steps against what memory holds now; None where none lies in any piece."""
 
-    def write(self, writes: Writes) -> Tensor:
-        """Write a list, no two of whose elements are the same memory; return the ``sums`` of what stands there then."""
+    def exchange(self, writes: Writes) -> Tensor:
+        """Exchange the ``values`` of a list with what stands there; no two of its elements are the same memory.
+
+        A second exchange takes the memory back to what it was. Returns the ``sums`` of what is read there afterwards.
+        """
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         """Write ``target[offsets] = values``; offsets lie in the target and differ."""

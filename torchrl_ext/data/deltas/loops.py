@@ -36,7 +36,7 @@ from torchrl_ext.data.deltas.jit import (
     unline,
 )
 
-__all__ = ["digest_segments", "land", "move", "on_host", "scan", "scatter", "translate", "words", "write"]
+__all__ = ["digest_segments", "exchange", "land", "move", "on_host", "scan", "scatter", "translate", "words"]
 
 on_host = True
 
@@ -267,8 +267,8 @@ def _weighed(place, bits):
 
 
 @njit
-def _write(addresses, ends, offsets, values, totals):
-    """Write runs of values into several tensors, and add up what stands there then, while it lies in a cache.
+def _exchange(addresses, ends, offsets, values, totals):
+    """Exchange runs of values with several tensors, and add up what stands there then, while it lies in a cache.
 
     Whoever translated the offsets made sure that they lie within the tensors.
 
@@ -283,11 +283,20 @@ def _write(addresses, ends, offsets, values, totals):
         while at < ends[run]:
             where, own = offsets[at : min(at + _LANDED, ends[run])], values[at : min(at + _LANDED, ends[run])]
             for k in range(own.size):
+                stood = target[np.uint64(where[k])]
                 target[np.uint64(where[k])] = own[k]
+                own[k] = stood
             for k in range(own.size):
                 total += _weighed(where[k], np.uint64(target[np.uint64(where[k])]))
             at += own.size
         totals[run] = np.int64(total)
+
+
+@njit
+def _write(address, offsets, values):
+    target = carray(pointer(address), (1,), values.dtype)
+    for k in range(values.size):
+        target[np.uint64(offsets[k])] = values[k]
 
 
 @njit
@@ -491,18 +500,19 @@ def land(places: Places, changes: Range) -> Writes | None:
     found = translate(places, changes, here=True)
     if found is None:
         return None
-    scatter(found[0].targets[0], found[0].offsets[:0], found[0].values[:0])  # compiled before a pause
+    none, nothing = np.empty(0, np.int64), found[0].values[:0]
+    # compiled before a commit
+    _exchange(none, none, found[0].offsets[:0].numpy(), unsigned(nothing), none)
     return found[0]
 
 
-def write(writes: Writes) -> Tensor:
+def exchange(writes: Writes) -> Tensor:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
     found, runs = torch.empty_like(writes.sums), (writes.addresses.numpy(), writes.ends.numpy())
-    _write(*runs, writes.offsets.numpy(), unsigned(writes.values), found.numpy())
+    _exchange(*runs, writes.offsets.numpy(), unsigned(writes.values), found.numpy())
     return found
 
 
 def scatter(target: Tensor, offsets: Tensor, values: Tensor) -> None:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
-    run = np.array([target.data_ptr()]), np.array([offsets.numel()])
-    _write(*run, offsets.numpy(), unsigned(values), np.empty(1, np.int64))
+    _write(target.data_ptr(), offsets.numpy(), unsigned(values))

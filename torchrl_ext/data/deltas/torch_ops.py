@@ -19,7 +19,7 @@ from torchrl_ext.base.devices import upload
 from torchrl_ext.data.deltas.bits import ROW, SEED, Kernels, Piece, Places, Range, Writes, linear_keys
 from torchrl_ext.data.weights.view import View
 
-__all__ = ["kernels_on", "land", "on_host", "scatter", "words", "write"]
+__all__ = ["exchange", "kernels_on", "land", "on_host", "scatter", "sums", "words"]
 
 on_host = False
 
@@ -128,13 +128,21 @@ def scatter(target: Tensor, offsets: Tensor, values: Tensor) -> None:
     target.index_copy_(0, offsets.to(torch.int64), values)  # it takes no other; those of `land` are
 
 
-def write(writes: Writes) -> Tensor:
+def exchange(writes: Writes) -> Tensor:
     """As `torchrl_ext.data.deltas.bits.Kernels`."""
-    found = []
+    stood, found = [], []
     for target, (at, end) in zip(writes.targets, itertools.pairwise([0, *writes.ends.tolist()]), strict=True):
-        scatter(target, writes.offsets[at:end], writes.values[at:end])
-        found.append(target.index_select(0, writes.offsets[at:end]))
+        own = writes.offsets[at:end]
+        stood.append(target.index_select(0, own))
+        scatter(target, own, writes.values[at:end])
+        found.append(target.index_select(0, own))
+    writes.values.copy_(torch.cat(stood))
     return _sums(writes.ends, writes.offsets, torch.cat(found))
+
+
+def sums(writes: Writes) -> Tensor:
+    """Return what the values of each run add up to now, as ``sums`` of `torchrl_ext.data.deltas.bits.Writes`."""
+    return _sums(writes.ends, writes.offsets, writes.values)
 
 
 def _sums(ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:

@@ -170,12 +170,28 @@ class Patchable(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Write the staged changes while the model is idle.
+        """Write the staged changes between two steps of the model.
 
         Raises:
             NotConnectedError: nothing is staged.
             IntegrityError: a tensor of the model differs from what was written; the message names it.
         """
+
+    def obstacle(self) -> str:
+        """Return why the staged changes need an idle model; "" if `commit` may write them while it is in use."""
+        return "this model takes changes only while it is idle"
+
+    def undo(self) -> None:
+        """Write back what the last `commit` replaced, exactly, until `keep` or the next `stage`.
+
+        Raises:
+            ConfigError, NotConnectedError: that is not known (any more).
+            IntegrityError: a tensor of the model differs from what was written back; the message names it.
+        """
+        raise ConfigError(f"a {type(self).__name__} cannot take a version back", state="unchanged")
+
+    def keep(self) -> None:  # noqa: B027 - most keep nothing
+        """Give up the way back, and the memory that it takes."""
 
 
 class Rehearsable(ABC):
@@ -302,14 +318,27 @@ class TensorsLoader(WeightLoader, Patchable):
             )
         compare(found, changes.digests)
 
+    def obstacle(self) -> str:
+        return ""
+
     def commit(self) -> None:
+        self._same_memory().commit()
+
+    def undo(self) -> None:
+        self._same_memory().undo()
+
+    def keep(self) -> None:
+        if self._patcher is not None:
+            self._patcher.keep()
+
+    def _same_memory(self) -> Patcher:
         if self._patcher is None or _addresses(self._own()) != self._live:
             raise NotConnectedError(
                 "parameters were replaced or loaded since changes were staged, or none were",
                 state="nothing was changed",
                 hint="stage the changes again, or load a full version",
             )
-        self._patcher.commit()
+        return self._patcher
 
     def _patches(self) -> Patcher:
         """Return a patcher of the parameters, looked up anew since training code may have replaced them."""

@@ -1,4 +1,4 @@
-"""Landing sparse changes in place: translated and compared with digests before the pause, written inside it.
+"""Landing sparse changes in place: translated and compared with digests while the model is in use, exchanged in one go.
 
 A model's loader copies each checkpoint tensor into its runtime parameters piece by piece. Once those copies are known
 (`torchrl_ext.data.landing.placement`), a changed element's checkpoint position says which runtime element to write. So
@@ -24,7 +24,7 @@ from torchrl_ext.base.types import ParamMeta
 from torchrl_ext.data.deltas.bits import BITS, Kernels, Piece, Places, Range, Writes
 from torchrl_ext.data.deltas.streams import StreamPatch
 from torchrl_ext.data.deltas.table import ParamTable, unit_of
-from torchrl_ext.data.deltas.torch_ops import kernels_on
+from torchrl_ext.data.deltas.torch_ops import kernels_on, sums
 from torchrl_ext.data.weights.digests import PositionDigest, as_digests
 from torchrl_ext.data.weights.view import View
 
@@ -85,7 +85,9 @@ def _joined(lists: Iterable[Writes]) -> Iterator[Writes]:
 
 
 class Patcher:
-    """Lands changes in one rank's parameters: staged while the model is in use, committed while it is idle.
+    """Lands changes in one rank's parameters: staged while the model is in use, committed between two steps of it.
+
+    A commit exchanges what was staged with what the parameters held, so that the same memory leads back (`undo`).
 
     Args:
         pieces: for each checkpoint tensor that can be patched the copies that the loader makes of it.
@@ -100,8 +102,9 @@ class Patcher:
         self._places: tuple[ParamTable, dict[int, list[Places]]] | None = None  # by stream of the last table
         self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as they are known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
-        self._lists: list[Writes] = []  # this and the next wait for the pause
+        self._lists: list[Writes] = []  # this and the next wait for the commit, and after it for an undo
         self._sums: list[list[int]] = []  # of the lists
+        self._stood: dict[str, PositionDigest] | None = None  # of the tensors that changed, before the commit
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         self._turn = 0
@@ -203,8 +206,13 @@ class Patcher:
         return False
 
     def drop(self) -> None:
-        """Forget what was staged."""
-        self._lists, self._sums, self._staged = [], [], None
+        """Forget what was staged, and give up the way back from what was committed."""
+        self._lists, self._sums, self._staged, self._stood = [], [], None, None
+
+    def keep(self) -> None:
+        """Give up the way back from what was committed."""
+        if self._staged is None:
+            self.drop()
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -215,26 +223,46 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        lists, sums, staged, damage = self._lists, self._sums, self._staged, self._damage
-        self.drop()
-        if damage is not None:
+        if (damage := self._damage) is not None:
             self.forget()
             raise damage
+        staged, self._staged = self._staged, None
+        self._stood = {name: self._held[name] for name in staged}
+        self._exchange(staged)
+
+    def undo(self) -> None:
+        """Write back what the last `commit` replaced, and read it back.
+
+        Raises:
+            NotConnectedError: the way back was given up, or nothing was committed.
+            IntegrityError: the parameters hold something else than before that commit; names the tensor.
+        """
+        if self._stood is None:
+            raise NotConnectedError("what the last changes replaced is not known", hint="send the weights again")
+        try:
+            self._sums = [one.tolist() for one in download([sums(writes) for writes in self._lists])]
+            self._exchange(self._stood)
+        finally:
+            self.drop()
+
+    def _exchange(self, digests: Mapping[str, PositionDigest]) -> None:
+        """Exchange the lists with what the parameters hold, which has ``digests`` from then on."""
+        lists = self._lists
         threads = min(_THREADS, torch.get_num_threads(), len(lists))
         if threads > 1 and all(self._on(writes.values.device).on_host for writes in lists):
             with ThreadPoolExecutor(threads) as pool:
                 found = [*pool.map(self._put, lists)]  # no two of them meet
         else:
             found = [*map(self._put, lists)]
-        self._held.update(staged)
-        for writes, stands, should in zip(lists, (one.tolist() for one in download(found)), sums, strict=True):
+        self._held.update(digests)
+        for writes, stands, should in zip(lists, (one.tolist() for one in download(found)), self._sums, strict=True):
             if stands != should:
                 rows = zip(writes.names, stands, should, strict=True)
                 other = next(name for name, one, two in rows if one != two)
-                raise _damaged(other, "the bits that were staged, found others")
+                raise _damaged(other, "the bits that were written, found others")
 
     def _put(self, writes: Writes) -> Tensor:
-        return self._on(writes.values.device).write(writes)
+        return self._on(writes.values.device).exchange(writes)
 
 
 def _share(pieces: Sequence[Piece]) -> Share:
