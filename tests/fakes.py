@@ -24,7 +24,7 @@ from tests.control.sockets import serving
 from torchrl_ext.base import messages
 from torchrl_ext.base.errors import EngineRefusedError, WeightSyncError
 from torchrl_ext.base.messages import Message, answered, partial_version, read
-from torchrl_ext.base.routes import CALL, CHANNEL, Flush
+from torchrl_ext.base.routes import CALL, CHANNEL, Flush, version_label
 from torchrl_ext.base.types import Info
 from torchrl_ext.compat.vllm_words import BACKEND, one_by_one, spoken
 from torchrl_ext.data.weights.checkpoint import CheckpointSource
@@ -234,6 +234,8 @@ class FakeEngine(Faults):
             case messages.Start() | messages.Load() | messages.Verify():
                 self._receiver.refuse_replaced(message)
                 self._refuse_busy()
+            case messages.Commit() if not self.serving:
+                raise EngineRefusedError("the engine is paused", state="unchanged")
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         try:
             answer = self._receiver.handle(message)
@@ -246,6 +248,11 @@ class FakeEngine(Faults):
                 self.versions = dict.fromkeys(self.tensors, message.version)
                 self._given_up = False
                 return answer if self.kind == "embedded" else {**answer, "workers": 1}  # as an `EngineWorker`
+            case messages.Commit() | messages.Undo():
+                self.versions = dict.fromkeys(self.tensors, answer["version"])
+                if self.kind != "sglang":  # whose main process is told by another route
+                    self.label = version_label(answer["version"])
+                return {**answer, "workers": 1} if self.kind == "vllm" else answer
             case messages.Reset(weights="reloaded"):
                 self._given_up = False
         if isinstance(message, messages.State) and self.kind != "vllm":

@@ -33,7 +33,7 @@ from torchrl_ext.base.messages import (
     answers_of,
     read,
 )
-from torchrl_ext.base.routes import Flush, merged
+from torchrl_ext.base.routes import Flush, merged, salted, version_label
 from torchrl_ext.base.types import Count, Info, ParamMeta, Params, Part, Seconds, Text
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
@@ -79,7 +79,7 @@ MESSAGES = st.sampled_from(KINDS).flatmap(
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
 LOAD, JOIN = Load(version=7, handoff={}), Join(transport="disk", params=PARAMS, offer={})
-REHEARSE, PREFETCH = messages.Rehearse(), Prefetch(version=7)
+REHEARSE, PREFETCH, COMMIT = messages.Rehearse(), Prefetch(version=7), messages.Commit(version=7)
 
 
 @given(MESSAGES)
@@ -100,6 +100,10 @@ def test_words_of_a_transport_meet_no_field_of_an_envelope():
         (LOAD, {"more": 1}, "a 'load' message is malformed: Object contains unknown field `more`"),
         (LOAD, {"kind": "pigeon"}, "no message of kind 'pigeon'.*one of .*join.*load"),
         (LOAD, {"kind": "connected"}, "no message of kind"),
+        (COMMIT, {"version": None}, r"Expected `int`.* at `\$.version`"),
+        (COMMIT, {"keep_cache": 1}, r"Expected `bool`, got `int` - at `\$.keep_cache`"),
+        (messages.Undo(version=7), {"version": -1}, r"`int` >= 0 - at `\$.version`"),
+        (messages.Keep(), {"version": 7}, "a 'keep' message is malformed: Object contains unknown field `version`"),
         (JOIN, {"params": [["w", "float9", [1]]]}, r"'float9' is not a dtype.* at `\$.params\[0\]\[1\]`"),
         (REHEARSE, {"how": "once\n"}, r"once\|never.* at `\$.how`"),
         (PREFETCH, {"part": {"base": 6, "names": []}}, r"length >= 1 - at `\$.part.names`"),
@@ -163,6 +167,12 @@ def test_a_message_of_another_release_names_both(info, words):
     assert f"release {torchrl_ext.__version__}" in refused.value.what and "one release" in refused.value.hint
 
 
+def test_a_namespace_of_cached_keys_is_that_of_no_other_version_or_request():
+    found = [salted(own, switches) for own in (None, "a", "b", "1") for switches in (0, 1, 2, 12)]
+    assert found[0] is None and found[4] == "a" and len({*found}) == len(found)
+    assert (version_label(0), version_label(7)) == ("default", "7")
+
+
 def test_answers_of_several_workers_are_one_answer():
     assert merged([]) == {}
     found = merged(
@@ -172,6 +182,8 @@ def test_answers_of_several_workers_are_one_answer():
         ]
     )
     assert found == {"worker": 1, "working": True, "flushed": False, "proof": "in place", "restored": False}
+    assert merged([{"obstacle": ""}, {"obstacle": "one"}, {"obstacle": "two"}, {}]) == {"obstacle": "one"}
+    assert merged([{"obstacle": ""}, {"obstacle": ""}]) == {"obstacle": ""}
 
 
 def raising(error):

@@ -14,7 +14,7 @@ TIMELINE = (
     Phase("publish", 0.1, 0.9),
     Phase("prepare", 0.0, 1.0),
     Phase("prefetch", 1.0, 1.5),
-    Phase("pause", 1.5, 2.0),
+    Phase("commit", 1.5, 2.0),
 )
 
 
@@ -49,7 +49,7 @@ def test_scalars_are_of_what_the_report_has():
         "sync/version": 3.0, "sync/engines": 2.0, "sync/engines_serving": 2.0, "sync/bytes": 1000.0,
         "sync/model_bytes": 50_000.0, "sync/tensors": 4.0, "sync/density": 0.01, "sync/verified": 1.0,
         "sync/pause_s": 0.5, "sync/total_s": 2.0, "sync/phase/prepare_s": 1.0,
-        "sync/phase/publish_s": 0.8, "sync/phase/prefetch_s": 0.5, "sync/phase/pause_s": 0.5,
+        "sync/phase/publish_s": 0.8, "sync/phase/prefetch_s": 0.5, "sync/phase/commit_s": 0.5,
     }  # fmt: skip
     rows = (EngineRow(engine="e", kind="vllm", state="serving", version=3, max_gap=0.1),)
     assert report(rows=rows).scalars()["sync/max_gap"] == 0.1
@@ -81,7 +81,7 @@ def test_a_table_has_every_phase_and_whole_addresses():
 
 def test_a_plot_has_a_row_per_phase_from_its_start_to_its_end():
     axes = report().plot()
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["prepare", "publish", "prefetch", "pause"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["prepare", "publish", "prefetch", "commit"]
     boxes = [bars.get_paths()[0].get_extents() for bars in axes.collections]
     assert [(box.x0, box.x1) for box in boxes] == [(0.0, 1.0), (0.1, 0.9), (1.0, 1.5), (1.5, 2.0)]
     assert report().plot(axes) is axes

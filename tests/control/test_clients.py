@@ -12,7 +12,8 @@ from tests.control.engines import Trainer, client, running
 from tests.control.servers import CONFIG, asked_of, in_turn
 from tests.fakes import FakeEngine
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.base.messages import Inspect
+from torchrl_ext.base.messages import Commit, Inspect, Undo
+from torchrl_ext.base.routes import CHANNEL
 from torchrl_ext.control.client import NullEngine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
@@ -146,6 +147,43 @@ def test_a_label_that_did_not_take_keeps_the_engine_paused(port, route, answer, 
     with pytest.raises(EngineRefusedError, match=words):
         trainer.update(client(fake), 8)
     assert not fake.serving
+
+
+@pytest.mark.parametrize(
+    ("settings", "live"),
+    [({}, True), ({"keep_cache": True}, True), ({"pause_mode": "retract"}, False), ({"pause_mode": "in_place"}, False)],
+)
+def test_sglang_labels_what_it_takes_while_it_serves_and_what_it_takes_back(started, settings, live):
+    fake, told = started("sglang"), []
+
+    def held(version):
+        def answer(asked):
+            told.append(json.loads(asked["action"].removeprefix(CHANNEL)))
+            return {"success": True, "message": json.dumps({"version": version})}
+
+        return answer
+
+    fake.answers |= {"commit": held(8), "undo": held(0)}
+    port = client(fake, **settings).port
+    assert port.live == live
+    port.call(Commit(version=8))
+    assert fake.label == "8" and told[-1]["keep_cache"] == settings.get("keep_cache", False)
+    port.call(Undo(version=8))
+    assert fake.label == "default" and fake.serving
+    assert not {"POST /pause_generation", "POST /end_weight_update"} & fake.counts.keys()
+
+
+@pytest.mark.parametrize("end", ["undo", "resume"])
+def test_sglang_continues_after_an_update_that_only_began(end, started, trainer):
+    """With an open session for an update it refuses to."""
+    fake = started("sglang")
+    fake.answers["undo"] = {"success": True, "message": json.dumps({"version": 0})}
+    engine = client(fake)
+    engine.join(trainer.invitation())
+    for count in (1, 2):
+        engine.update(8).begin()
+        engine.port.call(Undo(version=8)) if end == "undo" else engine.resume()
+        assert fake.counts["POST /end_weight_update"] == count
 
 
 def test_replicas_take_no_part_in_a_group(started):

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.engines import Trainer, client, running
+import torchrl_ext as tx
+from tests.control.engines import Trainer, client, running, weights
 from tests.control.servers import asked_of, bare
+from tests.processes import WAIT_S
 from torchrl_ext.base.routes import CHANNEL
 
 FILE = Path(__file__).with_suffix("").with_name("exchanges.json")
@@ -25,9 +27,12 @@ GROUPS = {
     "sglang": {"make": "sglang", "group": {**GROUP, "group_name": "torchrl_ext", "backend": "gloo"}},
     "vllm": {"make": "vllm", "group": {**GROUP, "nccl_unique_id_b64": "QUJD"}},
 }
+PATIENT = {"timeout_s": WAIT_S, "load_timeout_s": WAIT_S}  # loops that code deltas are compiled, or loaded, first
 SCENARIOS = {
     "vllm": ("vllm", {"pause_mode": "wait"}),
     "vllm, keep_cache": ("vllm", {"keep_cache": True}),
+    "vllm, live": ("vllm", PATIENT | {"keep_cache": True}),
+    "embedded, live": ("embedded", PATIENT),
     "sglang": ("sglang", {}),
     "sglang, keep_cache": ("sglang", {"keep_cache": True}),
     "stock vllm": ("stock-vllm", {}),
@@ -49,6 +54,8 @@ def exchanges(scenario, trainer):
     versions = (1, 2) if "broadcasts" in scenario else (2,)
     with running(port) as fake:
         engine = client(fake, **settings)
+        if "live" in scenario:
+            return live(fake, engine)
         if "broadcasts" in scenario:
             engine.join(joining(fake.kind))
             for version in versions:
@@ -65,6 +72,21 @@ def exchanges(scenario, trainer):
         engine.close()
         assert fake.serving and fake.label == "2" and not fake.wrongs
         return [row for call in fake.calls if (row := told(call)) is not None]
+
+
+def live(fake, engine):
+    """Of an update that lands while the engine serves, after a first one, which is whole."""
+    trained = weights(1)
+    with tempfile.TemporaryDirectory() as root:
+        sender = tx.WeightSender(tx.DeltaTransport(root, keyframe_every=0), engine)
+        sender.update_weights(trained)
+        fake.calls.clear()
+        trained["b"][1, 2] += 1
+        sender.update_weights(trained)
+        assert fake.serving and fake.label == "2" and not fake.wrongs
+        found = [row for call in fake.calls if (row := told(call)) is not None]
+        sender.shutdown()
+    return found
 
 
 def told(call):

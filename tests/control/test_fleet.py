@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -17,12 +17,14 @@ from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
 from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.base.types import EngineInfo
-from torchrl_ext.control.client import Update
+from torchrl_ext.control.client import Manner, Update
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.control.makes.vllm import vllm_engine
 
 STEPS = ("stage", "begin", "load", "verify", "commit")
+STEP_NAMES = {**{step: step for step in STEPS}, "stage": "prefetch", "begin": "pause", "verify": "load"}
+"""What errors of a fleet call them."""
 
 
 def taking(step):
@@ -32,20 +34,30 @@ def taking(step):
 class ScriptedUpdate(Update):
     """Has its engine take each step."""
 
-    def __init__(self, engine, version):
+    def __init__(self, engine, version, manner):
         super().__init__(version)
-        self.engine = engine
+        self.engine, self.manner, self.before = engine, manner, engine.version
 
-    stage, load, verify = map(taking, ("stage", "load", "verify"))
+    load, verify, keep = map(taking, ("load", "verify", "keep"))
+
+    def stage(self, part=None):
+        self.engine.take("stage")
+        self.obstacle = self.engine.obstacle
 
     def begin(self):
         self.engine.take("begin")
-        self.engine.serving = False
+        self.engine.serving = not self.obstacle
 
     def commit(self):
         self.engine.take("commit")
         self.engine.version, self.engine.serving = str(self.version), True
+        if not self.obstacle and self.manner.canary is not None:
+            self.manner.canary(self.engine)
         return self.rows()
+
+    def undo(self):
+        self.engine.take("undo")
+        self.engine.version, self.engine.serving = self.before, True
 
     def rows(self):
         return self.engine.look()
@@ -77,10 +89,10 @@ class Scripted(Engine):
     def replaced(self, connection):
         return ""
 
-    verifies, rehearsed = True, ()
+    verifies, rehearsed, obstacle = True, (), "it is scripted so"
 
-    def update(self, version):
-        return ScriptedUpdate(self, version)
+    def update(self, version, manner=Manner()):
+        return ScriptedUpdate(self, version, manner)
 
     def pause(self):
         served = self.serving
@@ -258,15 +270,17 @@ class Failing(Scripted):
             raise
 
 
-def update(fleet, version):
+def update(fleet, version, **manner):
     """Update a fleet as a sender does, and return the rows of its report."""
     fleet.members()
-    running = fleet.update(version)
+    running = fleet.update(version, Manner(**manner))
     running.stage()
     with running.begun():
         running.load({})
         running.verify({"x": "its digest"})
-        return running.commit()
+        rows = running.commit()
+    running.keep()
+    return rows
 
 
 @pytest.mark.parametrize("step", ["begin", "load", "commit"])
@@ -357,3 +371,63 @@ class TestAnotherThreadAsks:
         with pytest.raises(EngineError, match="failing does not resume; 1 of 2 engines did not resume") as caught:
             fleet.resume()
         assert [row.error for row in caught.value.rows] == ["failing does not resume."]
+
+
+class Live(Scripted):
+    """Takes versions while it serves."""
+
+    obstacle = ""
+
+
+class TestTheWayBack:
+    @pytest.mark.parametrize("kind", [Scripted, Live])
+    @pytest.mark.parametrize("step", STEPS)
+    def test_one_engine_that_fails_takes_the_version_back_from_all(self, step, kind):
+        engines = failing, _ = [kind("failing"), kind("steady")]
+        fleet = Fleet(engines)
+        update(fleet, 1)
+        failing.fails = {step}
+        words = f"1 of 2 engines failed to {STEP_NAMES[step]}, and version 2 was taken back.*serve what they did before"
+        with pytest.raises(EngineError, match=words):
+            update(fleet, 2, policy="all")
+        assert [(one.version, one.serving, one.calls[-1]) for one in engines] == [("1", True, "undo")] * 2
+        failing.fails = set()
+        assert [row.version for row in update(fleet, 3, policy="all")] == [3, 3]
+
+    def test_engines_that_took_the_version_keep_it(self):
+        steady, failing = Live("steady"), Live("failing", fails={"commit"})
+        with pytest.raises(EngineError, match="1 of 2 engines did not take version 1"):
+            update(Fleet([steady, failing]), 1)
+        assert (steady.version, failing.version) == ("1", "") and "undo" not in steady.calls
+        failing.fails = set()
+        update(Fleet([steady, failing]), 2)
+        assert steady.calls[-1] == failing.calls[-1] == "keep"
+
+    @pytest.mark.parametrize("lost", [(), ("first",)])
+    def test_the_first_engine_that_is_left_is_asked_before_the_others_commit(self, lost):
+        engines = [Live(name, fails={"stage"} if name in lost else ()) for name in ("first", "second", "third")]
+        left, asked = engines[len(lost) :], []
+
+        def canary(engine):
+            asked.append((engine, [one.version for one in left]))
+
+        with pytest.raises(EngineError, match="first does not stage") if lost else nullcontext():
+            update(Fleet(engines), 1, canary=canary)
+        assert asked == [(left[0], ["1", *[""] * (len(left) - 1)])] and {one.version for one in left} == {"1"}
+
+    def test_a_canary_that_fails_leaves_every_engine_as_it_was(self):
+        def canary(engine):
+            raise EngineError(f"{engine.url} computes something else")
+
+        engines = [Live("first"), Live("second")]
+        fleet = Fleet(engines)
+        update(fleet, 1)
+        with pytest.raises(EngineError, match=r"first computes something else.*version 2 was taken back"):
+            update(fleet, 2, canary=canary)
+        assert [(one.version, one.serving) for one in engines] == [("1", True)] * 2
+        assert engines[0].calls.count("commit") == 2 and engines[1].calls.count("commit") == 1
+
+    def test_one_that_pauses_anyway_is_not_asked_within_the_update(self):
+        engines = [Live("live"), Scripted("paused")]
+        update(Fleet(engines), 1, canary=lambda engine: pytest.fail("a sender asks all of them afterwards"))
+        assert [one.version for one in engines] == ["1", "1"]

@@ -36,8 +36,9 @@ def test_no_answer_in_an_engines_place_is_a_proof(make, transport, tmp_path):
         fake.calls.clear()
         own.update_weights(weights(2))
         steps = steps_of(fake)
-        assert len(steps) > 6
+        assert len(steps) > (4 if transport == "delta" else 6)
         for value, step in enumerate(steps, start=3):
+            own.update_weights(weights(-value))  # after a failure it comes whole
             swallowed = []
 
             def gateway(asked, step=step, swallowed=swallowed):

@@ -75,7 +75,7 @@ def worker(folder):
 
 
 def idle(end):
-    Deadline(WAIT_S).poll(lambda: end.handle(Poll()) == {})
+    Deadline(WAIT_S).poll(lambda: "working" not in end.handle(Poll()))
 
 
 def follow(end, trainer, version):

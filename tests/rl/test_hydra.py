@@ -20,6 +20,7 @@ import torchrl_ext as tx
 import torchrl_ext.rl.hydra as groups
 from tests.processes import ROOT, finished
 from torchrl_ext.base.registry import transports
+from torchrl_ext.control.client import Manner
 from torchrl_ext.rl.scheme import TransportWeightSyncScheme
 from torchrl_ext.rl.updater import TransportWeightUpdater
 
@@ -117,10 +118,13 @@ def test_a_config_that_cannot_work_is_refused_with_the_reason(group, overrides, 
 def test_an_updater_of_a_config_opens_nothing_before_it_pushes(tmp_path):
     root = tmp_path / "updates"
     config = composed(
-        "weight_updater=transport", f"weight_updater.root={root}", "weight_updater.sender={dtype: bfloat16}"
+        "weight_updater=transport",
+        f"weight_updater.root={root}",
+        "weight_updater.sender={dtype: bfloat16, commit: paused, policy: all}",
     )
     updater = instantiate(config.weight_updater)()  # as a collector makes it
     assert isinstance(updater, TransportWeightUpdater) and not root.exists()
+    assert updater.sender._manner == Manner(commit="paused", policy="all")
     updater.push_weights({"w": torch.arange(4.0)})
     found = tx.DiskTransport(root).receive_weights(1.0)["w"]
     assert found.tolist() == [0, 1, 2, 3] and found.dtype == torch.bfloat16

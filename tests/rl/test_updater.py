@@ -14,6 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
 from tests.engines.embedded import EmbeddedServer
+from tests.fakes import FakeEngine
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.rl.chat import make_env, make_remote_policy
 from tests.rl.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
@@ -42,6 +43,22 @@ def settings(tmp_path):
         return {"root": tmp_path / "updates"} if name in ("disk", "delta") else {}
 
     return made
+
+
+def test_an_updater_says_how_its_versions_are_taken(tmp_path):
+    for wanted in ("paused", "auto"):
+        with FakeEngine("vllm", {"w": torch.ones(64)}) as fake:
+            updater = tx.TransportWeightUpdater(
+                "delta", fake.url, root=tmp_path / wanted, keyframe_every=0, sender={"commit": wanted, "policy": "all"}
+            )
+            for value in (2.0, 3.0):
+                updater.push_weights({"w": torch.cat([torch.ones(63), torch.tensor([value])])})
+            (row,) = updater.report.engines
+            assert row.commit == {"paused": "paused: commit='paused'", "auto": "live"}[wanted]
+            assert fake.tensors["w"][-1] == 3 and fake.serving
+            updater.shutdown()
+    with pytest.raises(ConfigError, match="there is no policy='some'"):
+        _ = tx.TransportWeightUpdater("delta", root=tmp_path / "other", sender={"policy": "some"}).sender
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def before(engine, step, act):
         return
     update = engine.update
 
-    def updating(version):
+    def updating(version, *manner):
         engine.update = update
-        return wrapped(update(version))
+        return wrapped(update(version, *manner))
 
     engine.update = updating
 

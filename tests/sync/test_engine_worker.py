@@ -14,6 +14,8 @@ from tests.processes import WAIT_S
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import EngineError, EngineRefusedError, StaleBaseError, error_info
 from torchrl_ext.base.messages import (
+    WHOLE,
+    Commit,
     Inspect,
     Join,
     Poll,
@@ -69,7 +71,7 @@ def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
     assert handle(Prefetch(version=1)) == handle(Prefetch(version=2)) == [{}, {}] and aborted.is_set()
     assert handle(Poll()) == [{"working": True}] * 2
     going.set()
-    assert idle(handle) == handle(Poll()) == [{}, {}]  # as long as nothing else is begun
+    assert idle(handle) == handle(Poll()) == [{"obstacle": WHOLE}] * 2  # as long as nothing else is begun
     assert sorted(begun) == [1, 1, 2, 2]
 
 
@@ -99,6 +101,26 @@ def test_failure_of_one_worker_reaches_all_workers(engine):
             assert answers == [{}, {}]
             answers = idle(handle)
         assert [str(error) for error in answers] == [f"worker {failing}: ZeroDivisionError: division by zero."] * 2
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_keeps_one_worker_from_a_commit_keeps_all(engine, staged):
+    ends, _, handle = engine
+    for end in ends:
+        end.receiver.prefetch = lambda _: None
+        end.receiver.obstacle = lambda: "" if staged else WHOLE
+        end.receiver.commit = lambda message: {"version": message.version}
+    ends[1]._own_obstacle = lambda: "it sleeps"
+    handle(Prefetch(version=1))
+    refused = handle(Commit(version=1))
+    assert idle(handle) == [{"obstacle": "it sleeps" if staged else WHOLE}] * 2
+    refused += handle(Commit(version=1))
+    assert all("version 1 needs a pause" in str(error) for error in refused) and len(refused) == 4
+    ends[1]._own_obstacle = str
+    handle(Prefetch(version=2))
+    assert idle(handle) == [{"obstacle": "" if staged else WHOLE}] * 2
+    if staged:
+        assert handle(Commit(version=2)) == [{"version": 2, "workers": 2}] * 2
 
 
 def test_join_to_a_world_without_room_is_refused(engine):

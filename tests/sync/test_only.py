@@ -106,8 +106,8 @@ class Restarting(InProcessEngine):
     def restart(self, target):
         InProcessEngine.__init__(self, target)
 
-    def update(self, version):
-        return counted(super().update(version), self)
+    def update(self, version, manner):
+        return counted(super().update(version, manner), self)
 
 
 def counted(update, engine):

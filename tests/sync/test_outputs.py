@@ -10,7 +10,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import VOCAB, tiny_model
-from tests.sync.ends import before
+from tests.sync.ends import before, digests
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, EngineUnreachableError, UpdateError
 from torchrl_ext.base.reports import PROOFS, least
 from torchrl_ext.base.types import ParamMeta
@@ -52,6 +52,30 @@ def hand_made(model, prompts):
             row.append((logits[prompt[end]] - logits.logsumexp(0)).item())
         found.append(row)
     return found
+
+
+def test_where_engines_serve_all_the_time_the_first_one_tries_a_version(tmp_path):
+    """The others keep the version before, and so does the first one in the end."""
+    liar, policy = Lying(), tiny_model(3)
+    liar.lying = False
+    engines = [liar.engine, InProcessEngine(tiny_model(91), url="second")]
+    for engine in engines:
+        engine._object.live = True
+    transport = tx.make_transport("delta", root=tmp_path)
+    with tx.WeightSender(transport, Fleet(engines), verify="outputs") as sender:
+        for liar.lying in (False, False, True, False):
+            with torch.no_grad():
+                policy.lm_head.weight[::5] += 0.25
+            sender.register_model(policy)
+            if not liar.lying:
+                report = sender.update_weights()
+                assert report.proof == "outputs" and all(row.max_gap < 1e-3 for row in report.engines)
+                continue
+            held = {engine.url: digests(engine._object._module.target) for engine in engines}
+            with pytest.raises(UpdateError, match="computes other outputs than the trainer") as told:
+                sender.update_weights()
+            assert {(row.state, row.version) for row in told.value.rows} == {("serving", 2)}
+            assert {engine.url: digests(engine._object._module.target) for engine in engines} == held
 
 
 class TestScore:

@@ -46,7 +46,7 @@ class TestReport:
         assert same(served, policy) and report.verified
         assert (report.version, report.transport, report.tensors, report.density) == (1, "memory", 2, 1.0)
         assert report.bytes == report.model_bytes == 4 * (30 * 20 + 20)
-        assert {"connect", "prepare", "prefetch", "pause", "total"} <= set(report.spans)
+        assert {"connect", "prepare", "prefetch", "commit", "total"} <= set(report.spans)
         (row,) = report.engines
         assert (row.engine, row.kind, row.state, row.version) == ("engine one", "inprocess", "serving", 1)
         assert row.error is None and 0 < row.pause_s <= report.spans["total"]

@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to an engine's workers: one frozen struct per step of an update.
 
-A message is one JSON object: ``{"format": 7, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
+A message is one JSON object: ``{"format": 8, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
 The engine's client (`torchrl_ext.control`) and plugin choose the route. Workers handle messages in
 `torchrl_ext.sync.engine_worker.EngineWorker.handle`, or, for weights in this process, in
@@ -36,18 +36,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "FORMAT", "NOBODY", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load", "Message",
-    "Poll", "Prefetch", "Rehearse", "RehearsePolicy", "Reset", "Start", "State", "Verify", "WeightsLost", "WorldSize",
-    "answered", "answers_of", "partial_version", "read", "replaced", "replaced_by", "stamped",
+    "FORMAT", "NOBODY", "WHOLE", "Commit", "Connected", "Digests", "Finish", "Inspect", "Join", "Keep", "Leave", "Load",
+    "Message", "Poll", "Prefetch", "Rehearse", "RehearsePolicy", "Reset", "Start", "State", "Undo", "Verify",
+    "WeightsLost", "WorldSize", "answered", "answers_of", "partial_version", "read", "replaced", "replaced_by",
+    "stamped",
 ]  # fmt: skip
 
 log = logging.getLogger("torchrl_ext")
 
-FORMAT = 7
+FORMAT = 8
 """Protocol version; `docs/formats.md` lists the changes."""
 
 NOBODY = "no sender has joined"
 """Reason in such a refusal when no sender has joined since the engine was started."""
+
+WHOLE = "the version is sent whole"
+"""Obstacle to a `Commit` that the trainer itself puts there."""
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Digests = dict[str, str]
@@ -234,7 +238,42 @@ class Prefetch(Connected, frozen=True, kw_only=True):
 
 
 class Poll(Connected, frozen=True, kw_only=True):
-    """Asks whether a `Join` or `Prefetch` has ended; the answer has ``working: true`` until every worker is done."""
+    """Asks whether a `Join` or `Prefetch` has ended; the answer has ``working: true`` until every worker is done.
+
+    After a `Prefetch` the last answer has ``obstacle``: why the version needs a pause; "" if a `Commit` is allowed.
+    """
+
+
+class Commit(Connected, frozen=True, kw_only=True):
+    """Tells workers to write the staged version between two steps of the engine, which serves all the time.
+
+    Workers do not wait for each other: each handles the message at the same point of its own queue of steps. It may be
+    sent again: workers that hold the version answer as before. The answer is that of `Finish`, without ``workers``.
+
+    Attributes:
+        version: the version, which `Prefetch` named, and to which the last `Poll` found no obstacle.
+        keep_cache: let requests from here on share keys and values with those before; otherwise they share none.
+    """
+
+    version: Count
+    keep_cache: bool = False
+
+
+class Undo(Connected, frozen=True, kw_only=True):
+    """Tells workers to hold again what they held before ``version`` was committed, bit by bit; allowed until `Keep`.
+
+    It may be sent again. A version that a worker only staged is dropped. The answer has ``version``, which the worker
+    holds now.
+
+    Attributes:
+        version: the version that is taken back.
+    """
+
+    version: Count
+
+
+class Keep(Connected, frozen=True, kw_only=True):
+    """Tells workers that the version in service stays, so that they give up the way back and its memory."""
 
 
 class Start(Connected, frozen=True, kw_only=True):

@@ -72,6 +72,8 @@ class EngineRow:
         run: run of the sender that took the engine to this version; "" if the version is only a label that the engine
             reports. Two versions compare only within one run: another run counts anew.
         pause_s: seconds from the pause's acknowledgement to the resume's.
+        commit: how the engine took the version: ``"live"``, between two of its steps; ``"paused: <reason>"``; "" if it
+            has not.
         error: error message, or None.
         proof: what the engine proves about the version that it serves; see `SyncReport`.
         max_gap, mean_gap: largest and mean absolute difference between the engine's and the trainer's log-probabilities
@@ -84,6 +86,7 @@ class EngineRow:
     version: int | None = None
     run: str = ""
     pause_s: float = 0.0
+    commit: str = ""
     error: str | None = None
     proof: str = "sent"
     max_gap: float | None = None
@@ -115,7 +118,8 @@ class SyncReport:
         model_bytes: bytes of the whole model.
         density: changed elements / all elements; 1.0 for a full update.
         spans: seconds by phase: ``connect`` and ``rehearse`` (before a first update), ``prepare`` (includes
-            ``publish``), ``prefetch``, ``pause`` (includes ``transfer``), ``probe``, and ``total``.
+            ``publish``), ``prefetch``, ``commit`` (includes ``transfer``, and the pause where there is one), ``probe``,
+            and ``total``.
         engines: one row per engine.
         verified: every engine compared digests with the trainer's, and `proof` is at least ``"in place"``.
         proof: the weakest proof among the engines. ``"sent"``: the engine confirms the bytes that it received.
@@ -139,7 +143,7 @@ class SyncReport:
         >>> sender.register_model(lm)
         >>> report = sender.update_weights()
         >>> [(row.kind, row.state, row.version) for row in report.engines], sorted(report.spans)[:3]
-        ([('embedded', 'serving', 1)], ['connect', 'pause', 'prefetch'])
+        ([('embedded', 'serving', 1)], ['commit', 'connect', 'prefetch'])
         >>> print(report.table().splitlines()[0])  # print(report) shows the whole table
         version 1 by disk: served by 1 of 1 engine(s), proof: in place
         >>> report.scalars()["sync/engines_serving"]
@@ -218,7 +222,7 @@ class SyncReport:
         for row in self.engines:
             version = "" if row.version is None else f" {row.version}"
             gap = "" if row.max_gap is None else f", {row.max_gap:.2g} nats"
-            pause = f"{1e3 * row.pause_s:.0f} ms paused"
+            pause = "live" if row.commit == "live" else f"{1e3 * row.pause_s:.0f} ms paused"
             lines.append(f"{row.engine:<{width}}  {row.kind}  {row.state}{version}, {pause}, {row.proof}{gap}")
             lines += [] if row.error is None else [f"    {row.error}"]
         return "\n".join(lines)
@@ -227,7 +231,7 @@ class SyncReport:
         return self.table()
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw when each phase ran, one row per phase; the pause is red.
+        """Draw when each phase ran, one row per phase; the commit is red.
 
         Args:
             ax: matplotlib axes to draw on; None makes a figure.
@@ -247,7 +251,7 @@ class SyncReport:
         names = list(dict.fromkeys(phase.name for phase in phases))
         for at, name in enumerate(names):
             bars = [(phase.start_s, phase.end_s - phase.start_s) for phase in phases if phase.name == name]
-            ax.broken_barh(bars, (at - 0.4, 0.8), facecolors="tab:red" if name == "pause" else "tab:blue")
+            ax.broken_barh(bars, (at - 0.4, 0.8), facecolors="tab:red" if name == "commit" else "tab:blue")
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         ax.set_xlim(0.0, self.spans.get("total"))

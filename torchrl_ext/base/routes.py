@@ -23,6 +23,8 @@ __all__ = [
     "called",
     "confirmed",
     "merged",
+    "salted",
+    "version_label",
 ]
 
 CALL = "torchrl_ext"
@@ -56,10 +58,15 @@ def called(message: Message) -> Info:
 
 
 def merged(answers: Sequence[Info]) -> Info:
-    """Merge answers of workers or replicas: flags by any or all, ``proof`` by the weakest, other fields by the last."""
+    """Merge answers of workers or replicas: flags by any or all, ``proof`` by the weakest, other fields by the last.
+
+    Of ``obstacle``, the first that is not empty.
+    """
     found = {name: value for answer in answers for name, value in answer.items()}
     found |= {name: any(answer.get(name) for answer in answers) for name in _IF_ANY if name in found}
     found |= {name: all(answer.get(name, True) for answer in answers) for name in _IF_ALL if name in found}
+    if "obstacle" in found:
+        found["obstacle"] = next((answer["obstacle"] for answer in answers if answer.get("obstacle")), "")
     if "proof" in found:
         found["proof"] = least(str(answer["proof"]) for answer in answers if "proof" in answer)
     return found
@@ -81,6 +88,21 @@ def confirmed(answers: Sequence[Info], engines: int, where: str) -> list[Info]:
             hint="install this package where vLLM's server runs, too: its own client hears the first replica alone",
         )
     return [*answers]
+
+
+def version_label(version: int) -> str:
+    """Return how an engine calls a version; 0 is the weights that it was started with, which vLLM calls so."""
+    return str(version) if version else "default"
+
+
+def salted(own: str | None, switches: int) -> str | None:
+    """Return the namespace of a request's keys and values in a prefix cache.
+
+    Args:
+        own: the one that the request names (vLLM's ``cache_salt``, SGLang's ``extra_key``).
+        switches: how often the engine has changed its weights while it served.
+    """
+    return f"{own or ''}|torchrl_ext={switches}" if switches else own
 
 
 def bears_key(authorization: str | None, keys: Collection[str]) -> bool:

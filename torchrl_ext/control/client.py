@@ -6,8 +6,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+from torchrl_ext.base.errors import EngineRefusedError
+from torchrl_ext.base.messages import WHOLE
 from torchrl_ext.base.reports import EngineRow
 from torchrl_ext.base.types import EngineInfo, Info, Part
 from torchrl_ext.control.port import no_logprobs
@@ -15,7 +18,7 @@ from torchrl_ext.control.port import no_logprobs
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["EngineClient", "NullEngine", "Update", "nothing"]
+__all__ = ["EngineClient", "Manner", "NullEngine", "Update", "nothing"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -24,19 +27,42 @@ def nothing() -> None:
     """Do nothing."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How an update is taken.
+
+    Attributes:
+        commit: ``"live"`` writes changes between two steps of an engine, which serves all the time, and refuses them
+            where that is not possible; a version that is sent whole pauses the engine. ``"paused"`` always pauses;
+            ``"auto"`` does so where it has to.
+        policy: ``"best_effort"`` leaves the version in the engines that took it where others failed; ``"all"`` takes it
+            back.
+        canary: asked with the first engine's client after its live commit, before the other engines commit. If it
+            raises, the version is taken back, and no other engine takes it.
+    """
+
+    commit: str = "auto"
+    policy: str = "best_effort"
+    canary: Callable[[EngineClient], None] | None = None
+
+
 class Update(ABC):
     """One version on its way into an engine, or into each engine of a fleet; thrown away afterwards.
 
-    Call `stage`, `begin`, `load` (once per handoff), `verify` and `commit`, in this order. If a call fails, the engine
-    stays in its current state (paused from `begin` on), and the error names that state. Nothing but these calls changes
-    the object, so other threads may ask the engine's client anything meanwhile.
+    Call `stage`, `begin`, `load` (once per handoff), `verify`, `commit` and `keep`, in this order; before `keep`,
+    `undo` leads back. If a call fails, the engine stays in its current state (from `begin` on paused, unless it takes
+    the version while it serves), and the error names that state. Nothing but these calls changes the object, so other
+    threads may ask the engine's client anything meanwhile.
 
     Args:
         version: the next version.
 
     Attributes:
         version: the version.
+        obstacle: why the engine has to be paused for the version; "" if it takes it while it serves. `stage` sets it.
     """
+
+    obstacle: str = WHOLE
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -55,7 +81,10 @@ class Update(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Pause the engine and prepare it to load; on failure no weight has changed, and one that served serves."""
+        """Pause the engine, if there is an `obstacle`, and prepare it to load.
+
+        On failure no weight has changed, and an engine that served serves.
+        """
 
     @abstractmethod
     def load(self, info: Info, on_failure: Callable[[], None] = nothing) -> None:
@@ -81,11 +110,23 @@ class Update(ABC):
 
     @abstractmethod
     def commit(self) -> tuple[EngineRow, ...]:
-        """Finish the version, resume the engine, and return its row.
+        """Finish the version, resume the engine if it is paused, and return its row.
 
         Raises:
-            EngineRefusedError: a worker with our plugin does not hold what was sent; the engine stays paused.
+            EngineRefusedError: a worker with our plugin does not hold what was sent. The engine stays paused, or serves
+                its previous version again if it was not.
         """
+
+    def undo(self) -> None:
+        """Make the engine serve, exactly, what it served before the version.
+
+        Raises:
+            EngineRefusedError: there is no way back: the version was sent whole, say. The engine is paused then.
+        """
+        raise EngineRefusedError(f"there is no way back from version {self.version}")
+
+    def keep(self) -> None:  # noqa: B027 - most keep nothing
+        """Give up the way back and its memory; never raises."""
 
     @abstractmethod
     def rows(self) -> tuple[EngineRow, ...]:
@@ -186,7 +227,7 @@ class EngineClient(ABC):
         return "sent"
 
     @abstractmethod
-    def update(self, version: int) -> Update:
+    def update(self, version: int, manner: Manner = Manner()) -> Update:
         """Return a new update of the engine, or of each engine that takes part now, to ``version``."""
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -297,7 +338,7 @@ class NullEngine(EngineClient):
     def each(self) -> tuple[EngineClient, ...]:
         return ()
 
-    def update(self, version: int) -> Update:
+    def update(self, version: int, manner: Manner = Manner()) -> Update:
         return _NullUpdate(version, self._on_load)
 
     def pause(self) -> bool:

@@ -5,10 +5,11 @@ They never let an engine serve with a part of a version, or without weights.
 
 from __future__ import annotations
 
+import logging
 import reprlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -24,9 +25,12 @@ from torchrl_ext.base.errors import (
     parsed,
 )
 from torchrl_ext.base.messages import (
+    WHOLE,
+    Commit,
     Finish,
     Inspect,
     Join,
+    Keep,
     Leave,
     Load,
     Message,
@@ -36,20 +40,25 @@ from torchrl_ext.base.messages import (
     Reset,
     Start,
     State,
+    Undo,
     Verify,
     partial_version,
     replaced_by,
     stamped,
 )
 from torchrl_ext.base.reports import EngineRow, least
+from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
-from torchrl_ext.control.client import EngineClient, Update, nothing
+from torchrl_ext.control.client import EngineClient, Manner, Update, nothing
 from torchrl_ext.control.port import TAGS, EngineState, Port, ServesAdapters, no_adapters, restated
 
 __all__ = ["Engine", "EngineUpdate", "Steps"]
 
+log = logging.getLogger("torchrl_ext")
+
 _PART = "part of an update"
 _REPLACED = "another sender drives the engine; this call changed nothing"
+_ATTEMPTS = 3
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})
 
@@ -213,11 +222,21 @@ class _Joined:
         """Send every worker a message as this connection's, and return their answers."""
         return self.port.call(stamped(message, self.connection))
 
-    def wait(self, what: str) -> None:
-        """Wait until the workers have no work in progress; ``what`` names the work in a `DeadlineError`."""
+    def wait(self, what: str) -> list[Info]:
+        """Wait until the workers have no work in progress, and return their last answers.
+
+        Args:
+            what: the work, for a `DeadlineError`.
+        """
+        answers: list[Info] = []
+
+        def over() -> bool:
+            answers[:] = self.call(Poll())
+            return not any(one.get("working") for one in answers)
+
         if self.port.plugin:
-            late = f"{self.port.url} did not {what}"
-            Deadline(self.port.timeout_s).poll(lambda: not any(one.get("working") for one in self.call(Poll())), late)
+            Deadline(self.port.timeout_s).poll(over, f"{self.port.url} did not {what}")
+        return answers
 
 
 class Engine(EngineClient):
@@ -352,8 +371,8 @@ class Engine(EngineClient):
         )
         return self._now.proof
 
-    def update(self, version: int) -> EngineUpdate:
-        return EngineUpdate(self, self._joined, version)
+    def update(self, version: int, manner: Manner = Manner()) -> EngineUpdate:
+        return EngineUpdate(self, self._joined, version, manner)
 
     # pause and sleep
 
@@ -464,25 +483,51 @@ class EngineUpdate(Update):
     Args:
         engine: its client.
         joined: how the sender's transport was joined.
-        version: the version.
+        version, manner: the version, and how it is taken.
     """
 
-    def __init__(self, engine: Engine, joined: _Joined, version: int) -> None:
+    def __init__(self, engine: Engine, joined: _Joined, version: int, manner: Manner) -> None:
         super().__init__(version)
-        self._engine, self._joined, self._steps = engine, joined, Steps(joined.port, joined.proof)
+        self._engine, self._joined, self._manner = engine, joined, manner
+        self._steps = Steps(joined.port, joined.proof)
         self._loads, self._digest, self._asleep = 0, "", frozenset[str]()
+        self._leads_back = False  # whether the workers keep what the version replaces
+        self._began: bool | None = None  # while this update has it paused: whether it served before
 
     def stage(self, part: Part | None = None) -> None:
         what = f"prefetch version {self.version}"
         self._wake_weights(what)  # staging checks the changes against the weights
         with self._steps.step(what, state="the engine still serves its previous weights"):
             self._joined.call(Prefetch(version=self.version, part=part))
-            self._joined.wait(f"stage version {self.version}")
+            answers = self._joined.wait(f"stage version {self.version}")
+            self.obstacle = self._found(answers)
+            if self._manner.commit == "live" and self.obstacle not in ("", WHOLE):
+                raise EngineRefusedError(
+                    f"version {self.version} needs a pause: {self.obstacle}",
+                    expected="an engine that takes it while it serves, as commit='live' demands",
+                    hint="use commit='auto'",
+                )
+
+    def _found(self, answers: Sequence[Info]) -> str:
+        """Return the obstacle to a live commit that this client knows of, or the one in the workers' last answers."""
+        port, found = self._joined.port, merged(answers)
+        self._leads_back = found.get("obstacle", WHOLE) != WHOLE
+        if not self._leads_back:
+            return WHOLE
+        if self._manner.commit == "paused":
+            return "commit='paused'"
+        if not port.live:
+            return "this kind of engine, or its client's pause_mode"
+        if self._asleep or self._steps.row.state != "serving":
+            return "the engine does not serve"
+        return str(found["obstacle"])
 
     def begin(self) -> None:
+        if not self.obstacle:
+            return
         what = f"start version {self.version}"
         self._wake_weights(what)
-        served = self._steps.pause(f"pause for version {self.version}")
+        self._began = served = self._steps.pause(f"pause for version {self.version}")
         with self._steps.step(what, undo=partial(self._steps.undo, served)):
             self._joined.call(Start())
 
@@ -493,6 +538,8 @@ class EngineUpdate(Update):
         self._asleep = state.asleep - _WEIGHTS
 
     def load(self, info: Info, on_failure: Callable[[], None] = nothing) -> None:
+        if not self.obstacle:
+            return  # the workers have it
         self._engine._torn = True
         known = {"params"} if self._joined.port.plugin else ()  # from the join: of very many they lengthen the pause
         with self._steps.step("load the new weights", holding=_PART):
@@ -501,11 +548,20 @@ class EngineUpdate(Update):
 
     def verify(self, digests: Mapping[str, str], digest: str = "") -> None:
         self._digest = digest
-        if digests:
+        if digests and self.obstacle:
             with self._steps.step("keep the digests of the new weights", holding=_PART):
                 self._joined.call(Verify(digests={**digests}))
 
     def commit(self) -> tuple[EngineRow, ...]:
+        if self.obstacle:
+            self._finish()
+        else:
+            self._switch()
+        how = f"paused: {self.obstacle}" if self.obstacle else "live"
+        self._steps.row = replace(self._steps.row, commit=how)
+        return self.rows()
+
+    def _finish(self) -> None:
         version, steps = self.version, self._steps
         with steps.step(f"finish version {version}", holding=_PART if self._loads else "its previous weights"):
             self._refuse_unconfirmed(self._joined.call(Finish(version=version, loads=self._loads)))
@@ -514,9 +570,85 @@ class EngineUpdate(Update):
             steps.wake(_KV, self._asleep)
             before = steps.row
             steps.resume(version)
+        self._began = None
         if self._joined.connection and self._joined.port.plugin:
             self._refuse_stranger(before)
-        return self.rows()
+
+    def _switch(self) -> None:
+        """Commit the version while the engine serves; where that fails, or the canary, return to the one before."""
+        version, steps = self.version, self._steps
+        with steps.step(f"commit version {version}", undo=self._returned):
+            self._refuse_unconfirmed(self._asked(Commit(version=version)))
+        steps.row = replace(steps.row, version=version)
+        if self._manner.canary is not None:
+            with steps.step(f"compute the outputs of version {version}", undo=self._returned):
+                self._manner.canary(self._engine)
+
+    def _returned(self) -> str:
+        """`undo`, and return the engine's state as text."""
+        try:
+            self.undo()
+        except (EngineError, DeadlineError) as error:
+            return error.state or self._steps.holding(_PART)
+        return f"{self._joined.port.url} serves its previous weights"
+
+    def _asked(self, message: Message) -> list[Info]:
+        """Send a message that may come twice; again, if the answer was lost."""
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(EngineUnreachableError):
+                return self._joined.call(message)
+        return self._joined.call(message)
+
+    def undo(self) -> None:
+        port, steps, version = self._joined.port, self._steps, self.version
+        if not self._leads_back:
+            self._leave_whole()
+            return
+        began, self._began = self._began, None
+        paused = began is not None or not port.live
+        if began is None and paused:
+            began = steps.pause(f"pause, to take version {version} back")
+        with steps.step(f"take version {version} back", undo=self._stays):
+            answers = self._asked(Undo(version=version))
+            if not answers or any(type(one.get("version")) is not int for one in answers):
+                raise EngineRefusedError(f"{port.url} does not confirm that it went back: it answers {answers!r:.100}")
+            found = answers[0]["version"]
+            self._engine._torn = False
+            steps.row = replace(steps.row, version=found, commit="")
+            if paused or port.paused():  # one that failed may have paused itself
+                if began is not False:
+                    steps.wake(_KV, self._asleep)
+                    steps.resume()
+            else:
+                steps.note("serving")
+
+    def _stays(self) -> str:
+        """Pause an engine that could not go back; return its state as text."""
+        steps, version = self._steps, self.version
+        try:
+            steps.pause("pause")
+        except (EngineError, DeadlineError):
+            steps.note("unreachable")
+            return f"{steps.port.url} gives no answer, and may serve version {version}"
+        return steps.holding(f"version {version}, or a part of it")
+
+    def _leave_whole(self) -> None:
+        """Resume the engine where nothing was loaded; from what was loaded whole there is no way back."""
+        if self._loads:
+            if self._began is None:
+                self._steps.pause("pause")
+            words = f"{self._joined.port.url}: version {self.version} came whole, and cannot be taken back"
+            raise EngineRefusedError(words, state=self._steps.holding(f"version {self.version}, or a part of it"))
+        if self._began is not None:
+            self._steps.undo(self._began)
+            self._began = None
+
+    def keep(self) -> None:
+        if self._leads_back:
+            try:
+                self._joined.call(Keep())
+            except (EngineError, DeadlineError):
+                log.warning("%s keeps the way back from version %d", self._joined.port.url, self.version, exc_info=True)
 
     def rows(self) -> tuple[EngineRow, ...]:
         return (self._steps.row,)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NoReturn, final
 
 from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, code_of, why
 from torchrl_ext.base.reports import EngineRow, least
 from torchrl_ext.base.types import EngineInfo, Info, Part, label_number
-from torchrl_ext.control.client import EngineClient, Update, nothing
+from torchrl_ext.control.client import EngineClient, Manner, Update, nothing
 
 __all__ = ["Fleet", "Members"]
 
@@ -210,8 +210,8 @@ class Fleet(EngineClient):
     def replaced(self, connection: str) -> str:
         return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
 
-    def update(self, version: int) -> FleetUpdate:
-        return FleetUpdate(self, version)
+    def update(self, version: int, manner: Manner = Manner()) -> FleetUpdate:
+        return FleetUpdate(self, version, manner)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Ask the engine, if there is just one; see `EngineClient.logprobs`."""
@@ -291,7 +291,11 @@ class Fleet(EngineClient):
         )
 
     def missed(
-        self, what: str, missed: Mapping[EngineClient, Exception], rows: tuple[EngineRow, ...] = ()
+        self,
+        what: str,
+        missed: Mapping[EngineClient, Exception],
+        rows: tuple[EngineRow, ...] = (),
+        others: str = "the new one",
     ) -> Exception:
         """Return the error for engines that did not take a version, which the next update then probes."""
         self.reported.update(missed)
@@ -299,7 +303,7 @@ class Fleet(EngineClient):
             missed,
             what,
             "error.rows says whether these engines serve an older version, are paused, or do not answer"
-            + ("; the others serve the new one" if len(missed) < len(self.engines) else ""),
+            + (f"; the others serve {others}" if len(missed) < len(self.engines) else ""),
             "fix the cause and call update_weights again; it includes every engine that answers by then",
             rows,
         )
@@ -326,22 +330,27 @@ class Fleet(EngineClient):
 class FleetUpdate(Update):
     """Takes one version to each engine that takes part, concurrently.
 
-    An engine that fails a step drops out and stays paused; the others finish the version, and `commit` then raises an
-    error with a row per engine.
+    An engine that fails a step drops out; the others finish the version, and `commit` then raises an error with a row
+    per engine. With policy ``"all"`` the first failure takes the version back from every engine, and raises.
 
     Args:
         fleet: the engines; those that it has now take part.
-        version: the version.
+        version, manner: the version, and how it is taken.
     """
 
-    def __init__(self, fleet: Fleet, version: int) -> None:
+    def __init__(self, fleet: Fleet, version: int, manner: Manner) -> None:
         super().__init__(version)
-        self._fleet, self._engines, self._lost = fleet, fleet.engines, fleet.lost()
-        self._updates = {engine: engine.update(version) for engine in fleet.each()}
+        self._fleet, self._engines, self._lost, self._manner = fleet, fleet.engines, fleet.lost(), manner
+        self._first: list[EngineClient] = []  # the one that commits, and is asked, before the others
+        self._refused = False  # by the canary
+        own = replace(manner, canary=self._canary)
+        self._updates = {one: one.update(version, own) for one in fleet.each()}
         self._failed: dict[EngineClient, Exception] = {}
 
     def stage(self, part: Part | None = None) -> None:
         self._step("prefetch", lambda update: update.stage(part))
+        found = (self._updates[engine].obstacle for engine in self._left())
+        self.obstacle = next(filter(None, found), "")
 
     def begin(self) -> None:
         self._step("pause", lambda update: update.begin())
@@ -355,13 +364,27 @@ class FleetUpdate(Update):
 
     def commit(self) -> tuple[EngineRow, ...]:
         """See `Update.commit`; raises EngineError, with a row per engine, if an engine failed or is lost."""
-        self._step("commit", lambda update: update.commit())
+        left, tries = self._left(), self._manner.canary is not None and not self.obstacle
+        while left and tries:
+            self._first, left = left[:1], left[1:]
+            tries = self._step("commit", lambda update: update.commit(), among=self._first)  # then the next one tries
+            if self._refused:
+                self._take_back("the first engine computes other outputs")
+        self._step("commit", lambda update: update.commit(), among=left)
         if self._failed or not {*self._lost} <= self._fleet.reported:
             missed = {**self._lost, **self._failed}
             everyone = len(self._updates) + len(self._lost)
             what = f"{len(missed)} of {everyone} engines did not take version {self.version}"
             raise self._fleet.missed(what, missed, self.rows())
         return self.rows()
+
+    def undo(self) -> None:
+        """See `Update.undo`; also of engines that failed. Each engine that serves serves what it did before."""
+        _, errors = _fan_out({engine: update.undo for engine, update in self._updates.items()})
+        self._failed |= {engine: error for engine, error in errors.items() if engine not in self._failed}
+
+    def keep(self) -> None:
+        _fan_out({engine: self._updates[engine].keep for engine in self._left()})
 
     def rows(self) -> tuple[EngineRow, ...]:
         rows = {engine: _row(engine, error) for engine, error in self._lost.items()}
@@ -371,24 +394,43 @@ class FleetUpdate(Update):
             rows[engine] = row if failed is None else replace(row, error=str(failed))
         return tuple(rows[engine] for engine in self._engines if engine in rows)
 
+    def _canary(self, engine: EngineClient) -> None:
+        if engine in self._first and self._manner.canary is not None:
+            self._refused = True
+            self._manner.canary(engine)
+            self._refused = False
+
+    def _left(self) -> list[EngineClient]:
+        return [engine for engine in self._updates if engine not in self._failed]
+
     def _step(
         self,
         step: str,
         call: Callable[[Update], object],
         on_failure: Callable[[], None] = nothing,
-    ) -> None:
-        """Take a step on the engines that are still in the update.
+        among: Sequence[EngineClient] | None = None,
+    ) -> bool:
+        """Take a step on the engines still in the update, or on those ``among`` them; return whether one failed.
 
         Raises:
-            EngineError: every engine of the update has failed.
+            EngineError: every engine of the update has failed, or one has and the policy is ``"all"``.
         """
-        left = {engine: partial(call, update) for engine, update in self._updates.items() if engine not in self._failed}
-        _, errors = _fan_out(left, on_failure)
+        engines = self._left() if among is None else among
+        _, errors = _fan_out({engine: partial(call, self._updates[engine]) for engine in engines}, on_failure)
         self._failed.update(errors)
         self._fleet.doubt(errors)
         self._fleet.reported.update(errors)  # the error that ends the update has rows that name them
+        if errors and self._manner.policy == "all":
+            self._take_back(f"{len(errors)} of {len(self._updates)} engines failed to {step}")
         if len(self._failed) == len(self._updates):
             raise self._fleet.missed(f"every engine failed to {step}", {**self._lost, **self._failed}, self.rows())
+        return bool(errors)
+
+    def _take_back(self, why_so: str) -> NoReturn:
+        self.undo()
+        missed = {**self._lost, **self._failed}
+        what = f"{why_so}, and version {self.version} was taken back"
+        raise self._fleet.missed(what, missed, self.rows(), others="what they did before")
 
 
 def _fan_out(

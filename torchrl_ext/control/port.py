@@ -53,12 +53,14 @@ class Port(ABC):
         kind: the kind of engine, as in `torchrl_ext.make_engine`.
         url: the engine's address, or another readable name.
         plugin: whether the workers run ours: they compare digests, rehearse, and report `EngineState.whole`.
+        live: whether the engine takes a `Commit` while it serves, and this client's settings let it.
         timeout_s: deadline of calls that wait for workers, in seconds.
     """
 
     kind: ClassVar[str]
     url: str
     plugin: bool = True
+    live: bool = False
     timeout_s: float = 600.0
 
     @abstractmethod
@@ -78,8 +80,9 @@ class Port(ABC):
         """Send every worker a message and return their answers, if they give any.
 
         `Start` also drops what older weights cached, unless the settings keep it; one that fails leaves nothing behind.
-        `Finish` also labels the weights with the version. For an engine without our plugin, the port translates these,
-        `Join`, `Load` and `Leave` to the engine's own routes.
+        `Finish`, `Commit` and `Undo` also label the weights with the version that serves from then on. For an engine
+        without our plugin, the port translates `Start`, `Finish`, `Join`, `Load` and `Leave` to the engine's own
+        routes.
         """
 
     @abstractmethod

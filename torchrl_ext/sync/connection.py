@@ -16,7 +16,7 @@ from torchrl_ext.base.deadline import Deadline, beside
 from torchrl_ext.base.errors import EngineError, UpdateError, WeightSyncError, why
 from torchrl_ext.base.reports import EngineRow, Spans, SyncReport
 from torchrl_ext.base.types import ParamMeta, label_number
-from torchrl_ext.control.client import EngineClient, Update
+from torchrl_ext.control.client import EngineClient, Manner, Update
 from torchrl_ext.control.fleet import Fleet
 from torchrl_ext.data.transports.base import Transport
 
@@ -120,9 +120,9 @@ class Connection:
         return self._joined is not None and not {*self._joined[1]} <= {*self._members()}
 
     @contextmanager
-    def update(self, version: int) -> Iterator[Update]:
+    def update(self, version: int, manner: Manner) -> Iterator[Update]:
         """Yield an update of the engines to ``version``, and note what it has come to."""
-        update = self.engine.update(version)
+        update = self.engine.update(version, manner)
         try:
             yield update
         finally:

@@ -2,7 +2,8 @@
 
 Joining a transport and staging a version wait for other processes, so they run in a thread: the engine keeps
 generating, and a missing trainer blocks nothing. `Poll` reports whether the thread is done. Workers agree after each
-step: if any of them failed, all raise the errors of all. What leaves a worker is an answer, never an exception
+step: if any of them failed, all raise the errors of all. Only around a commit they do not, as each handles it between
+two steps of its own: whoever called them all hears each. What leaves a worker is an answer, never an exception
 (`torchrl_ext.base.messages.answered`).
 """
 
@@ -26,7 +27,20 @@ from torchrl_ext.base.errors import (
     error_from,
     error_info,
 )
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Rehearse, State
+from torchrl_ext.base.messages import (
+    Commit,
+    Finish,
+    Inspect,
+    Join,
+    Keep,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Rehearse,
+    State,
+    Undo,
+)
 from torchrl_ext.base.routes import merged
 from torchrl_ext.base.types import Info
 from torchrl_ext.data.landing.loader import WeightLoader
@@ -54,6 +68,7 @@ class EngineWorker:
         workers: number of these workers.
         agree: takes this worker's text; returns the texts of all workers that get the same messages, in order of rank.
         mode: returns the context manager to enter in background threads.
+        obstacle: returns why this engine cannot take a version between two steps; "" if it can.
 
     Attributes:
         together: `together` on the workers of this engine.
@@ -67,11 +82,13 @@ class EngineWorker:
         workers: int,
         agree: Callable[[str], list[str]],
         mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        obstacle: Callable[[], str] = str,
     ) -> None:
         self._rank, self._workers, self._agree, self._mode = rank, workers, agree, mode
         self.together = partial(together, agree)
         self.receiver = WeightReceiver(loader, rank=rank)
         self._staging: Future[None] | None = None  # or joining
+        self._own_obstacle, self._obstacle, self._agreeing = obstacle, "", 1  # the latter two as of the last `Poll`
 
     def handle(self, message: Message) -> Info:
         """Handle a message; for `Join` and `Prefetch`, only begin the work.
@@ -102,7 +119,14 @@ class EngineWorker:
                 self.together(self.stop)
                 self._staging = self._begin(lambda: self.receiver.prefetch(message))
             case Poll():
-                return {"working": True} if self._is_working() else {}
+                return {"working": True} if self._is_working() else {"obstacle": self._obstacle}
+            case Commit():
+                return self._commit(message)
+            case Undo():
+                self.stop()
+                return self.receiver.handle(message)
+            case Keep():
+                return self.receiver.handle(message)
             case Rehearse():
                 return self._rehearse(message)
             case Load():
@@ -139,6 +163,12 @@ class EngineWorker:
         self.together(self.stop, lambda: found.update(self.receiver.rehearse(message)))
         shared = json.dumps({"needed": found["needed"], "proof": found["proof"]})
         return {"worker": self._rank, **found, **merged([*map(json.loads, self._agree(shared))])}
+
+    def _commit(self, message: Commit) -> Info:
+        if self._staging is not _OVER or self._obstacle:
+            why = self._obstacle or "it is not staged"
+            raise EngineRefusedError(f"version {message.version} needs a pause: {why}", state="nothing was changed")
+        return {**self.receiver.handle(message), "workers": self._agreeing}
 
     def _of_all(self, answer: Info) -> Info:
         """Return an answer that every worker of this engine gives, with their number."""
@@ -182,6 +212,8 @@ class EngineWorker:
             return True
         self._staging = None
         self.together(self.receiver.confirm)
+        obstacles = self._agree(self.receiver.obstacle() or self._own_obstacle())
+        self._obstacle, self._agreeing = next(filter(None, obstacles), ""), len(obstacles)
         self._staging = _OVER
         return False
 

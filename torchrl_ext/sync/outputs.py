@@ -139,6 +139,7 @@ class Outputs:
         self._max_gap = max_gap
         self._probe = probe if isinstance(probe, Probe) else Probe(compute=probe)
         self._found: dict[str, Info] = {}
+        self._reference: tuple[Reference, float | None] = ((), []), None  # of the update that is under way
         self.spans = Spans()
 
     @classmethod
@@ -197,13 +198,14 @@ class Outputs:
         for one in engine.each():
             one.logprobs(())  # raises where it cannot compute any, before it takes the version
         bound = bound_of(source.params()) if isinstance(self._max_gap, str) else self._max_gap
+        self._reference = reference, bound
         self.spans.since("probe", began)
         try:
             yield
         except Exception:  # the rows of the report say how far off the engines are that serve the version
-            self._compare_all(engine, rows(), source.version, reference, bound)
+            self._compare_all(engine, rows(), source.version)
             raise
-        self._compare_all(engine, rows(), source.version, reference, bound)
+        self._compare_all(engine, rows(), source.version)
         failed = {name: found["error"] for name, found in self._found.items() if "error" in found}
         if failed and bound is not None:
             raise EngineError(
@@ -214,6 +216,21 @@ class Outputs:
                 "max_gap; the next successful update resumes it",
             )
 
+    def canary(self, engine: EngineClient) -> None:
+        """Ask one engine in the midst of an update, and do not pause it.
+
+        Raises:
+            EngineError: it is beyond the bound, or gave no answer.
+        """
+        began = time.perf_counter()
+        found = _gaps(engine, *self._reference)
+        self.spans.since("probe", began)
+        if "error" in found and self._reference[1] is not None:
+            raise EngineError(
+                found["error"], expected=f"log-probabilities within {self._reference[1]:g} of the trainer's"
+            )
+        self._found[engine.url] = found
+
     def noted(self, rows: Iterable[EngineRow]) -> list[EngineRow]:
         """Return a report's rows with the engines' gaps, and the proof ``"outputs"`` of each within the bound."""
         return [replace(row, **self._found.get(row.engine, {})) for row in rows]
@@ -223,37 +240,21 @@ class Outputs:
         engine: EngineClient,
         rows: Iterable[EngineRow],
         version: int,
-        reference: Reference,
-        bound: float | None,
     ) -> None:
         began = time.perf_counter()
         serves = {row.engine for row in rows if (row.state, row.version) == ("serving", version)}
-        serving = [one for one in engine.each() if one.url in serves]
+        self._found = {url: found for url, found in self._found.items() if url in serves}
+        serving = [one for one in engine.each() if one.url in serves - self._found.keys()]
         with ThreadPoolExecutor(max_workers=max(1, len(serving)), thread_name_prefix="probe") as pool:
-            found = pool.map(lambda one: _compare(one, reference, bound), serving)
-            self._found = {one.url: fields for one, fields in zip(serving, found, strict=True)}
+            found = pool.map(lambda one: _compare(one, *self._reference), serving)
+            self._found |= {one.url: fields for one, fields in zip(serving, found, strict=True)}
         self.spans.since("probe", began)
 
 
 def _compare(engine: EngineClient, reference: Reference, bound: float | None) -> Info:
     """Return fields of an engine's row; one that is beyond the bound or does not answer has an error, and is paused."""
-    prompts, trainer = reference
-    fields: Info = {}
-    try:
-        fields["max_gap"], fields["mean_gap"] = largest, mean = gaps(trainer, engine.logprobs(prompts))
-    except Exception as error:
-        fields["error"] = f"{engine.url} gave no log-probabilities: {error}"
-        log.warning("%s", fields["error"], exc_info=not isinstance(error, WeightSyncError))
-    else:
-        if bound is None:
-            return fields
-        if largest <= bound:
-            return {**fields, "proof": "outputs"}
-        far = f"up to {largest:.3g} away (mean {mean:.3g}), and max_gap is {bound:g}"
-        fields["error"] = f"{engine.url} computes other outputs than the trainer: its log-probabilities are " + (
-            far if math.isfinite(largest) else "not all finite, as after a NaN or an infinity in the weights"
-        )
-    if bound is not None:
+    fields = _gaps(engine, reference, bound)
+    if "error" in fields and bound is not None:
         try:
             engine.pause()
             fields["state"] = "paused"
@@ -261,6 +262,27 @@ def _compare(engine: EngineClient, reference: Reference, bound: float | None) ->
             fields["error"] += f"; and it could not be paused: {error}"
             if isinstance(error, EngineUnreachableError):
                 fields |= {"state": "unreachable", "proof": PROOFS[0]}
+    return fields
+
+
+def _gaps(engine: EngineClient, reference: Reference, bound: float | None) -> Info:
+    """Return fields of an engine's row; ``error`` if it is beyond the bound or does not answer."""
+    prompts, trainer = reference
+    fields: Info = {}
+    try:
+        fields["max_gap"], fields["mean_gap"] = largest, mean = gaps(trainer, engine.logprobs(prompts))
+    except Exception as error:
+        fields["error"] = f"{engine.url} gave no log-probabilities: {error}"
+        log.warning("%s", fields["error"], exc_info=not isinstance(error, WeightSyncError))
+        return fields
+    if bound is None:
+        return fields
+    if largest <= bound:
+        return {**fields, "proof": "outputs"}
+    far = f"up to {largest:.3g} away (mean {mean:.3g}), and max_gap is {bound:g}"
+    fields["error"] = f"{engine.url} computes other outputs than the trainer: its log-probabilities are " + (
+        far if math.isfinite(largest) else "not all finite, as after a NaN or an infinity in the weights"
+    )
     return fields
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchrl_ext.base import messages
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.devices import current, current_device, free_cached
 from torchrl_ext.base.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
-from torchrl_ext.base.messages import NOBODY, Message, replaced
+from torchrl_ext.base.messages import NOBODY, WHOLE, Message, replaced
 from torchrl_ext.base.registry import transports
 from torchrl_ext.base.types import Info, ParamMeta, Part
 from torchrl_ext.data.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
@@ -61,6 +61,14 @@ class WeightsState:
         return "another sender's weights" if self.base is None else f"version {self.base}"
 
 
+class _WayBack(NamedTuple):
+    """What a receiver held, and called the version in service, before it landed changes to ``version``."""
+
+    version: int
+    held: WeightsState
+    before: int
+
+
 class WeightReceiver:
     """Loads weights into a model, driven by messages in an engine or by `poll_and_apply` without one.
 
@@ -92,6 +100,8 @@ class WeightReceiver:
         self.connection = self._sender = ""
         self.held = WeightsState(base=0, intact=True)
         self._staged: Changes | None = None
+        self._landed: Changes | None = None  # of which the transport's end does not know, as an undo may come
+        self._back: _WayBack | None = None
         self._part: Part | None = None  # set while a partial update is under way
         self._sealed = self._loading = False  # a load, past its `finish`; a load, not a commit of changes
         self._open = False  # between `start` and `finish`, unless the engine was resumed
@@ -144,6 +154,12 @@ class WeightReceiver:
             case messages.Prefetch():
                 self.prefetch(message)
                 self.confirm()
+            case messages.Commit():
+                return self.commit(message)
+            case messages.Undo():
+                return self.undo(message)
+            case messages.Keep():
+                self.keep()
             case messages.Start():
                 self.start()
             case messages.Load():
@@ -163,7 +179,7 @@ class WeightReceiver:
                 if message.connection in ("", self.connection):
                     self.close()
             case messages.Poll():  # every message is handled before it is answered
-                pass
+                return {"obstacle": self.obstacle()}
             case _:
                 raise ConfigError(f"a receiver does not handle messages of kind {message.kind!r}", state="unchanged")
         return {}
@@ -225,6 +241,8 @@ class WeightReceiver:
         if self.held.base:  # that number belongs to the previous sender or connection
             self.held = replace(self.held, base=None)
         self._staged, self._joined, self._loads, self._open = None, message.params, [], False
+        self._landed = None
+        self.keep()
         self._expect(None)
 
     def rehearse(self, message: messages.Rehearse) -> Info:
@@ -260,6 +278,7 @@ class WeightReceiver:
         """
         version, part, before = message.version, message.part, self.held
         end, loader, self._staged = self._require_end(), self._require_loader(), None
+        self.keep()
         loader.compare_start(self._deadline().stop)
         if part is not None and before.base != part.base:
             raise StaleBaseError(
@@ -302,6 +321,77 @@ class WeightReceiver:
             with self._comparing():
                 self._require_patchable().confirm()
 
+    def obstacle(self) -> str:
+        """Return why the version that was prefetched needs an idle engine; "" if `commit` may write it."""
+        if self._staged is None:
+            return WHOLE
+        return self._require_patchable().obstacle() if self.whole else "the engine holds a part of another version"
+
+    def commit(self, message: messages.Commit) -> Info:
+        """Write the staged version between two steps of the engine, and read it back.
+
+        Returns:
+            As `finish`.
+
+        Raises:
+            EngineRefusedError: the version is not staged, or there is an `obstacle`; nothing was changed.
+            IntegrityError: the model holds something else than was written; `undo` may take it back.
+        """
+        version, staged = message.version, self._staged
+        if staged is not None and staged.reached[1] == version:
+            if obstacle := self.obstacle():
+                raise EngineRefusedError(f"version {version} needs a pause: {obstacle}", state="nothing was changed")
+            self._staged = None
+            self._land(staged)
+            self.held, self.version = WeightsState(base=version, intact=True), version
+            self._compared = digest_of(staged.digests)
+            self._expect(None)
+        elif self.held.base != version:  # else it was committed, and the answer lost
+            raise EngineRefusedError(f"version {version} is not staged", state="nothing was changed", hint=_AGAIN)
+        return {"version": version, "digest": self._compared}
+
+    def _land(self, staged: Changes) -> None:
+        self.keep()
+        leads_back = not self._require_patchable().obstacle()
+        self._back = _WayBack(staged.reached[1], self.held, self.version) if leads_back else None
+        self._spoil(landing=staged.reached[1])
+        self._require_patchable().commit()
+        self._landed = staged
+
+    def undo(self, message: messages.Undo) -> Info:
+        """Hold again what was held before a version landed as changes; drop it if it was only staged.
+
+        Returns:
+            ``version``, which the model holds now.
+
+        Raises:
+            EngineRefusedError: the version came whole, or was kept, so that nobody knows what it replaced.
+            NotConnectedError, IntegrityError: the model's memory was replaced, or differs from what was written.
+        """
+        back, self._staged = self._back, None
+        if back is not None and back.version == message.version:
+            self._back = self._landed = None
+            self._spoil(landing=message.version)
+            self._require_patchable().undo()
+            self.held, self.version = back.held, back.before
+            self._open, self._loads = False, []
+        elif not self.whole or message.version in (self.version, *self._loads):
+            raise EngineRefusedError(
+                f"there is no way back from version {message.version}",
+                expected="a version that came as changes, and was not kept",
+                hint=_AGAIN,
+            )
+        self._expect(None)
+        return {"version": self.version}
+
+    def keep(self) -> None:
+        """Give up the way back from the version that landed last; the transport's end follows it."""
+        landed, self._landed, self._back = self._landed, None, None
+        if isinstance(self._loader, Patchable):
+            self._loader.keep()
+        if landed is not None and self._end is not None:
+            self._end.landed(landed)
+
     def start(self) -> None:
         """Begin a version in the idle engine; no weight or layer changes before the first load.
 
@@ -327,6 +417,7 @@ class WeightReceiver:
             )
 
     def _begin(self) -> None:
+        self.keep()
         self._spoil()
         self._require_loader().start()
         self._loading = True
@@ -343,9 +434,7 @@ class WeightReceiver:
         staged, self._staged = self._staged, None
         loads, self._loads, self._compared = self._loads, [], ""  # forgotten if it fails
         if staged is not None and staged.reached[1] == message.version:
-            self._spoil(landing=message.version)
-            self._require_patchable().commit()
-            end.landed(staged)
+            self._land(staged)
             self._loads, self._compared = [*loads, message.version], digest_of(staged.digests)
             return
         if message.onto != (None if self._part is None else self._part.base):
@@ -462,7 +551,7 @@ class WeightReceiver:
         """
         landing = self.version if torn else self.held.landing
         self.held = WeightsState(landing=landing, empty=empty)  # first, as a version may be staged in another thread
-        self._staged, self._loads = None, []
+        self._staged, self._loads, self._landed, self._back = None, [], None, None
         self._expect(None)
         self._require_loader().invalidate()
 
@@ -492,7 +581,7 @@ class WeightReceiver:
         if self._end is not None:
             self.close()
         self.target, self._loader = model, loader
-        self._staged = self._part = None
+        self._staged = self._part = self._landed = self._back = None
         self.held = WeightsState(base=0 if first else None, intact=first)
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:

@@ -29,7 +29,7 @@ from torchrl_ext.base.errors import (
 )
 from torchrl_ext.base.reports import PROOFS, Log, Logs, Phase, Spans, SyncReport, least
 from torchrl_ext.base.types import Info, ParamMeta, Part
-from torchrl_ext.control.client import EngineClient, NullEngine
+from torchrl_ext.control.client import EngineClient, Manner, NullEngine
 from torchrl_ext.control.discovery import connect
 from torchrl_ext.data.group.ranks import Steps, TrainerRanks, drives, numbered
 from torchrl_ext.data.transports.base import (
@@ -74,10 +74,19 @@ class WeightSender:
             that cannot (`EngineClient.verifies`) are skipped, and the report says so. With ``"outputs"``, every engine
             that serves the version also computes log-probabilities of a probe; if they differ from the trainer's by
             more than ``max_gap``, the engine is paused and the update fails, but it may have answered some requests
-            with the version by then.
+            with the version by then. Where engines take the version while they serve, the first one is asked before
+            the others take it; if it differs, all serve the previous version.
         rehearse: when an engine that processes its weights has to show that an update leads to the same state as a cold
             start (`torchrl_ext.engines.rehearsal`): ``"once"`` per start of the engine, before its first update; or
             ``"never"``, which leaves `SyncReport.proof` at ``"sent"`` for that engine.
+        commit: ``"auto"`` writes changes into the engine's weights between two of its steps, while it serves: no
+            request is stopped, running ones go on with their keys and values, and later ones share none with them (as
+            `pause_mode` ``"keep"`` with a cache per version). Where that is not possible, the engine is paused, and
+            `EngineRow.commit` says why. ``"paused"`` always pauses. ``"live"`` refuses changes that need a pause; a
+            version that is sent whole still pauses.
+        policy: what becomes of a version that some engines of a fleet did not take: ``"best_effort"`` leaves it in the
+            others; ``"all"`` takes it back, so that all that answer serve one version. An engine that got the version
+            whole cannot go back, and is paused instead.
         finite: refuse weights with a NaN or an infinity, before the pause if this process holds the tensor or the
             transport reads all tensors before it. If every trainer rank sends, each rank checks its own blocks. False
             does not look, which saves a read of all weights.
@@ -117,6 +126,8 @@ class WeightSender:
         dtype: torch.dtype | None = None,
         verify: bool | str = True,
         rehearse: str = "once",
+        commit: str = "auto",
+        policy: str = "best_effort",
         finite: bool = True,
         rank: int | None = None,
         max_gap: float | str | None = "dtype",
@@ -124,6 +135,11 @@ class WeightSender:
     ) -> None:
         if rehearse not in ("once", "never"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once' or 'never'")
+        if commit not in ("auto", "live", "paused"):
+            raise ConfigError(f"there is no commit={commit!r}", expected="'auto', 'live' or 'paused'")
+        if policy not in ("best_effort", "all"):
+            raise ConfigError(f"there is no policy={policy!r}", expected="'best_effort' or 'all'")
+        self._manner = Manner(commit=commit, policy=policy)
         self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
         engine = _client_of(transport, engine, rank)
         self._transport = transport
@@ -300,6 +316,7 @@ class WeightSender:
 
     def _drive(self, source: UpdateSource, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
+        manner = self._manner
         self._spans, self._stats, source.version = Spans(), TransferStats(), self._attempted + 1
         try:
             source.version = self._next_version()
@@ -307,9 +324,10 @@ class WeightSender:
                 self._ranks.session.order("outputs")
                 asked = self._outputs.asked(weights, self._model())
                 compared = self._outputs.compared(self.engine, self._connection.rows, source, asked)
+                manner = replace(manner, canary=self._outputs.canary)
             try:
                 with compared:
-                    self._deliver(source)
+                    self._deliver(source, manner)
             except BaseException as error:
                 if isinstance(error, EngineError):
                     self._connection.note(error.rows)
@@ -324,12 +342,12 @@ class WeightSender:
         self.version = self._connection.delivered = source.version
         return self._report(source, started)
 
-    def _deliver(self, source: UpdateSource) -> None:
+    def _deliver(self, source: UpdateSource, manner: Manner) -> None:
         """Send one version to every engine that answers.
 
         Send all tensors again if engines refuse a partial update, do not hold its base, or were joined by another
         sender. If a broadcast loses an engine, it fails for the whole group: send the version to the remaining engines
-        in a new group, and then raise the error of the lost one.
+        in a new group, and then raise the error of the lost one; but not where all or none are to take it.
         """
         lost: WeightSyncError | None = None
         anew = False
@@ -344,13 +362,15 @@ class WeightSender:
             source.version = self._next_version()
             self._refuse_two_values(source)
             try:
-                self._update(source, anew)
+                self._update(source, anew, manner)
             except WeightSyncError as error:
                 if not anew and self._builds_on_what_is_not_there(source, error):
                     log.warning("weights version %d is sent again, whole: %s", source.version, error)
                     self._connection.drop()
                     anew = True
-                elif source.version in self._connection.in_service() or not self._connection.shrank():
+                elif source.version in self._connection.in_service() or not (
+                    manner.policy != "all" and self._connection.shrank()
+                ):
                     raise
                 else:
                     log.warning("weights version %d is sent to the engines that are left: %s", source.version, error)
@@ -392,22 +412,23 @@ class WeightSender:
 
     # one update, phase by phase
 
-    def _update(self, source: UpdateSource, anew: bool) -> None:
+    def _update(self, source: UpdateSource, anew: bool, manner: Manner) -> None:
         update = Update(source=source, version=source.version, anew=anew)
         self._attempted = update.version  # never reused: from here on a worker may have seen it
         within = Deadline(self._transport.timeout_s, f"the workers of {self.engine.url}")
         with passing(self._transport, source):
             with self._spans.of("prepare"):
                 handoff = self._transport.prepare(update, within)
-            with self._connection.update(update.version) as control:
+            with self._connection.update(update.version, manner) as control:
                 with self._spans.of("prefetch"), beside(lambda early: control.stage(self._onto(update)), within):
                     handoff.ahead(within)  # engines fetch, check, decode and stage while they generate
-                with self._spans.of("pause"), control.begun():  # engines are paused only in here
+                with self._spans.of("commit"), control.begun():  # engines are paused only in here, if at all
                     info = self._info(update, handoff)
                     with beside(lambda early: control.load(info, early), within):
                         handoff.transfer(within)  # a collective needs both sides at once; disk does nothing here
                     control.verify(source.digests, self._digest(source.digests, handoff))
                     control.commit()
+                control.keep()
         self._served(update, handoff)
 
     def _digest(self, digests: Mapping[str, str], handoff: Handoff) -> str:

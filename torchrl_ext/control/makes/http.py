@@ -27,8 +27,13 @@ _UNSUPPORTED = "Unsupported action"  # how SGLang's own route refuses our messag
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a client drives a server; see the client functions, such as `torchrl_ext.control.makes.vllm.vllm_engine`."""
+    """How a client drives a server; see the client functions, such as `torchrl_ext.control.makes.vllm.vllm_engine`.
 
+    Attributes:
+        live: whether the server may take versions while it serves.
+    """
+
+    live: bool = True
     pause_mode: str = "keep"
     keep_cache: bool = False
     load_timeout_s: float = 600.0
@@ -68,7 +73,7 @@ class HTTPPort(Port):
 
     def __init__(self, http: HTTPSession, facts: ServerInfo, settings: Settings) -> None:
         self.http, self.url, self.timeout_s = http, http.url, settings.load_timeout_s
-        self._facts, self._settings = facts, settings
+        self._facts, self._settings, self.live = facts, settings, settings.live and self.plugin
         self._followed: tuple[str, ...] = ()
 
     def has_plugin(self) -> bool:

@@ -33,7 +33,8 @@ only logs a line when it drops an unknown name, so only its outputs prove an upd
                                             last values of the latter two, so they are always sent
 ==========================================  ==================================================================
 
-The order is pause, flush, transfer, resume, so that a paused server holds no cache of the old weights.
+The order is pause, flush, transfer, resume, so that a paused server holds no cache of the old weights. A version that
+the workers have staged, and write between two batches, needs only ``/weights_checker`` and ``/update_weight_version``.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
+from msgspec import structs
+
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Start, State, answers_of
+from torchrl_ext.base.messages import Commit, Finish, Join, Leave, Load, Message, Start, State, Undo, answers_of
 from torchrl_ext.base.registry import Make
-from torchrl_ext.base.routes import CHANNEL, Flush, merged
+from torchrl_ext.base.routes import CHANNEL, Flush, merged, version_label
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.engine import Engine
 from torchrl_ext.control.http import HTTPSession, Keys
@@ -85,6 +88,7 @@ class SGLangPort(HTTPPort):
     }
     lora_routes: ClassVar[str] = ""
     lora_needs: ClassVar[str] = "start the server with --enable-lora, --max-lora-rank and --lora-target-modules"
+    _opened = False  # whether a session of this client's is open, with which the server would refuse to continue
 
     def describe(self) -> EngineInfo:
         """See `Port.describe`. Only ``/server_info`` must answer; ``/model_info`` and our plugin add details."""
@@ -124,6 +128,16 @@ class SGLangPort(HTTPPort):
                 return self._start(message)
             case Leave():
                 return []
+            case Commit():
+                answers = self._say(structs.replace(message, keep_cache=self._settings.keep_cache))
+                self._label(str(message.version))
+                return answers
+            case Undo():
+                answers = self._say(message)
+                if self._opened:
+                    self._end_session()
+                self._label(version_label(int(merged(answers)["version"])))
+                return answers
         answers = self._say(message, self.timeout_s)
         if isinstance(message, Finish):
             self._session("end")
@@ -177,8 +191,17 @@ class SGLangPort(HTTPPort):
             self._session("end")
             self._session("begin")
 
+    def _end_session(self) -> None:
+        """End a session that an update left open, if there is one."""
+        try:
+            self._session("end")
+        except EngineRefusedError as error:
+            if "no weight-update session" not in error.what:
+                raise
+
     def _session(self, verb: str) -> None:
         self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
+        self._opened = verb == "begin"
 
     def _label(self, label: str) -> None:
         self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -196,6 +219,8 @@ class SGLangPort(HTTPPort):
             self._post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
 
     def resume(self) -> None:
+        if self._opened:  # by an update that loaded nothing
+            self._end_session()
         self._post("/continue_generation", {})
 
     def sleep(self, level: int, tags: frozenset[str]) -> None:
@@ -282,11 +307,7 @@ class StockSGLangPort(StockPort, SGLangPort):
         if self.group:
             self._open_session()
             return
-        try:
-            self._session("end")  # a failed update's
-        except EngineRefusedError as error:
-            if "no weight-update session" not in error.what:
-                raise
+        self._end_session()
 
     def _check(self, offer: Info) -> None:
         if offer.get("make") == self.kind and "native" in self._facts.info.transports:
@@ -352,8 +373,9 @@ def sglang_engine(
         pause_mode: what happens to running requests. ``"retract"`` returns them to the queue; they continue with the
             new weights and recompute their keys and values. ``"abort"`` ends them. ``"in_place"`` freezes them with
             the keys and values of the old weights. ``"keep"``, vLLM's name, means ``"retract"``, or ``"in_place"``
-            with ``keep_cache``. Prefill and decode pools use ``"abort"`` for ``"retract"``, because requests between
-            the two pools would hold the cache during the pause.
+            with ``keep_cache``; only with it may the server take versions without a pause (``WeightSender(commit=)``).
+            Prefill and decode pools use ``"abort"`` for ``"retract"``, because requests between the two pools would
+            hold the cache during the pause.
         keep_cache: keep the keys and values of the old weights: frozen requests, and later requests with the same
             prefix, continue with them. Each token is still labelled with the version that sampled it. Without it,
             updates fail while requests are frozen in place.
@@ -365,9 +387,11 @@ def sglang_engine(
     Raises:
         ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"in_place"``.
     """
-    if pause_mode == "keep":
+    live = pause_mode == "keep"
+    if live:
         pause_mode = "in_place" if keep_cache else "retract"
     settings = Settings(
+        live=live,
         pause_mode=pause_mode,
         keep_cache=keep_cache,
         load_timeout_s=load_timeout_s,

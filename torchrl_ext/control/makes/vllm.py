@@ -6,7 +6,8 @@ Routes and bodies are vLLM's (`vllm.entrypoints.serve.dev` and `vllm.entrypoints
 ==========================================  ====================================================================
 ``POST /collective_rpc``                    ``{"method": "torchrl_ext", "args": ["{...}"]}``: a message
                                             (`torchrl_ext.base.messages`) for every worker, as JSON. The answer has
-                                            ``results``, one object per worker in order of rank
+                                            ``results``, one object per worker in order of rank. `Commit` and `Undo`
+                                            also label the weights and change the namespace of the prefix cache
 ``GET /is_paused``                          the embedded engine says it in the answer to `State`
 ``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, a parameter that vLLM is about to remove
 ``POST /update_weight_version``             ``{"new_version": "7"}``, after `Finish`
@@ -47,9 +48,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
+from msgspec import structs
+
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Start, State, answers_of
+from torchrl_ext.base.messages import Commit, Finish, Join, Leave, Load, Message, Start, State, Undo, answers_of
 from torchrl_ext.base.registry import Make
 from torchrl_ext.base.routes import called, confirmed, merged
 from torchrl_ext.base.types import EngineInfo, Info
@@ -120,11 +123,16 @@ class VLLMPort(HTTPPort):
                 return []
             case Join():
                 self._refuse(message)
-        answer = self._post("/collective_rpc", called(message), timeout_s=self.timeout_s)
+        if isinstance(message, Commit):
+            message = structs.replace(message, keep_cache=self._settings.keep_cache)
+        short = isinstance(message, (Commit, Undo))
+        answer = self._post("/collective_rpc", called(message), timeout_s=None if short else self.timeout_s)
         answers = answers_of(answer["results"], f"{self.url}/collective_rpc")
         match message:
             case Start():
                 self.drop_cached()
+            case Commit():
+                answers = confirmed(answers, self._facts.engines, self.url)
             case Finish():
                 answers = confirmed(answers, self._facts.engines, self.url)
                 self._post("/update_weight_version", {"new_version": str(message.version)})
@@ -303,7 +311,8 @@ def vllm_engine(
     Args:
         url: base address of the server itself, not of a router.
         pause_mode: what happens to running requests: ``"keep"`` freezes them, and they continue with the new weights
-            and recompute their keys and values; ``"wait"`` lets them finish first; ``"abort"`` ends them.
+            and recompute their keys and values; ``"wait"`` lets them finish first; ``"abort"`` ends them. Only with
+            ``"keep"`` may the server take versions without a pause (``WeightSender(commit=)``).
         keep_cache: with ``"keep"``: keep the keys and values of the old weights. Frozen requests continue with them, as
             do later requests to vLLM with the same prefix and no ``cache_salt`` of their own. Each token is still
             labelled with the version that sampled it. Not for a server with a KV connector.
@@ -315,7 +324,8 @@ def vllm_engine(
     Raises:
         ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"keep"``.
     """
-    settings = Settings(pause_mode=pause_mode, keep_cache=keep_cache, load_timeout_s=load_timeout_s)
+    how: dict[str, Any] = {"keep_cache": keep_cache, "load_timeout_s": load_timeout_s}
+    settings = Settings(live=pause_mode == "keep", pause_mode=pause_mode, **how)
     settings.check(("abort", "wait", "keep"), frozen="keep")
     http = HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
     return Engine(partial(_find, kind, http, settings), kind=kind, url=http.url)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.base.devices import usable_device
-from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.base.messages import Finish, Inspect, Join, Load, Message, Start, State, Verify
+from torchrl_ext.base.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.base.messages import Commit, Finish, Inspect, Join, Load, Message, Start, State, Undo, Verify
+from torchrl_ext.base.routes import version_label
 from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.source import named_tensors
@@ -162,11 +163,30 @@ class EmbeddedEngine:
             case Join():
                 self._receiver.abort()  # a receive that still waits for an earlier connection
         with self._alone():
+            if isinstance(message, (Commit, Undo)):
+                return self._switched(message)
             if not isinstance(message, (Start, Load, Verify, Finish)):
                 return self._receiver.handle(message)
             self._refuse_busy()
             with self.scheduler.weights:
                 return self._updated(message)
+
+    def _switched(self, message: Commit | Undo) -> Info:
+        """Change the version between two rounds; a failed one is taken back, or the engine stays paused."""
+        with self.scheduler.between_rounds():
+            if isinstance(message, Commit) and self.scheduler.paused:
+                raise EngineRefusedError("the engine is paused", expected="one that serves", state="unchanged")
+            try:
+                answer = self._receiver.handle(message)
+            except WeightSyncError:
+                if not self._receiver.whole:
+                    with contextlib.suppress(WeightSyncError):
+                        self._receiver.handle(Undo(version=message.version))
+                if not self._receiver.whole:
+                    self.scheduler.halt()
+                raise
+            self.set_name(version_label(answer["version"]))
+            return answer
 
     def _updated(self, message: Message) -> Info:
         if isinstance(message, Start):

@@ -6,8 +6,9 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -126,8 +127,8 @@ class Scheduler:
 
     All sequences share one key/value cache, which is computed again when a sequence joins, and by `forget`.
 
-    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during each forward pass and each
-    change of the weights, so weights never change inside a forward pass.
+    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during each round, of a forward pass
+    and its tokens, and each change of the weights, so weights never change inside a round.
 
     Args:
         model: a causal LM of `transformers`, in evaluation mode.
@@ -150,6 +151,7 @@ class Scheduler:
         self._running: list[RunningSequence] = []
         self._cache: Any = None
         self._widest = 0  # positions in the cache, padding included
+        self._switches = 0  # changes of the weights that wait for the running round, and that the next one waits for
         self._state: Literal["serving", "draining", "paused", "stopped"] = "serving"
         self.version = "default"
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
@@ -241,6 +243,25 @@ class Scheduler:
             self._waiting, self._held = self._waiting + self._held, []
             self._changed.notify_all()
 
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """Hold ``weights`` from the end of the running round to the end of the block; no request is stopped."""
+        with self._changed:
+            self._switches += 1
+        with self.weights:
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._switches -= 1
+                    self._changed.notify_all()
+
+    def halt(self) -> None:
+        """Begin no other round until `resume`; running requests stay frozen."""
+        with self._changed:
+            if self._state != "stopped":
+                self._state = "paused"
+
     def stop(self) -> None:
         """End the thread and every request. May be called twice."""
         with self._changed:
@@ -261,7 +282,10 @@ class Scheduler:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._state == "stopped" or (self._state != "paused" and self._has_work())
+                    lambda: (
+                        self._state == "stopped"
+                        or (self._state != "paused" and self._has_work() and not self._switches)
+                    )
                 )
             with self.weights:
                 with self._changed:

@@ -12,6 +12,8 @@ from concurrent.futures import CancelledError, wait
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
+from msgspec import structs
+
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.errors import (
     ConfigError,
@@ -22,7 +24,19 @@ from torchrl_ext.base.errors import (
     WeightSyncError,
     parsed,
 )
-from torchrl_ext.base.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Start, State, answers_of
+from torchrl_ext.base.messages import (
+    Commit,
+    Finish,
+    Join,
+    Leave,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Start,
+    State,
+    answers_of,
+)
 from torchrl_ext.base.routes import CALL, confirmed, merged
 from torchrl_ext.base.types import EngineInfo, Info
 from torchrl_ext.control.port import EngineState, Port
@@ -56,7 +70,7 @@ class LocalPort(Port):
         if isinstance(message, Leave) and not message.connection:
             return []
         try:
-            return [] if isinstance(message, Poll) else [self.handle(message)]
+            return [self.handle(message)]
         except (ConfigError, EngineError, DeadlineError):
             # it may be gone; and an `AsyncLLM` cannot be called from its own event loop, or after that has ended
             if isinstance(message, Leave):
@@ -152,6 +166,7 @@ class VLLMObjectPort(LocalPort):
         self._llm = llm
         self._mode, self._keep_cache, self._loop = pause_mode, keep_cache, loop
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
+        self.live = self._asynchronous and pause_mode == "keep"
         self._inner = llm if self._asynchronous else llm.llm_engine
         self._config = self._inner.vllm_config
         self._checkpoint = opened(self._config.model_config.model)
@@ -164,13 +179,16 @@ class VLLMObjectPort(LocalPort):
         self._engines = self._config.parallel_config.data_parallel_size if self._asynchronous else 1
 
     def call(self, message: Message) -> list[Info]:
-        if not isinstance(message, Finish):
+        if isinstance(message, Commit):
+            message = structs.replace(message, keep_cache=self._keep_cache)
+        if not isinstance(message, (Commit, Finish)):
             answers = super().call(message)
             if isinstance(message, Start):
                 self.drop_cached()
             return answers
         answers = confirmed(self._ask(message), self._engines, self.url)
-        self.set_name(str(message.version))
+        if isinstance(message, Finish):
+            self.set_name(str(message.version))
         return answers
 
     def handle(self, message: Message) -> Info:
