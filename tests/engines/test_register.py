@@ -52,7 +52,8 @@ WHOLE = {
     CLIENT: "class AsyncMPClient:\n"
     " async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None): return [0, 1]\n"
     " async def call_utility_all_async(self, name, method, timeout, args, kwargs): return [[0, 1], [2, 3]]",
-    CORE: "class EngineCore:\n def resume_scheduler(self): pass",
+    CORE: "class EngineCore:\n def resume_scheduler(self): print('resumed')\n"
+    " collective_rpc = _attach_weight_version = preprocess_add_request = add_request = print",
     EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): return self.response_mqs",
 }
 
@@ -93,12 +94,17 @@ HALF = {**BARE, HOOKS: REGISTRY, MANAGER: "class SchedulerWeightUpdaterManager:\
         ("vLLM 0.32.0", {FACTORY: "registry = {}"}, "WeightTransferEngineFactory"),
         ("vLLM 0.32.0", {FACTORY: "class WeightTransferEngineFactory:\n def register_engine(name): 1"}, "TypeError"),
         ("vLLM 0.32.0", {WORKERS: "class Worker: pass"}, "WorkerBase"),
+        (
+            "vLLM 0.32.0",
+            {CORE: "class EngineCore:\n resume_scheduler = collective_rpc = print"},
+            "_attach_weight_version",
+        ),
         ("vLLM 0.32.0", {EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): 1"}, "read its response_mqs"),
         ("SGLang 0.5.23", BARE, ""),
         ("SGLang 0.5.23", {**BARE, HOOKS: "x = 1"}, ""),
         ("SGLang 0.5.23", HALF, ""),
     ],
-    ids=["factory", "arguments", "workers", "replies", "no hooks", "registry", "own loads elsewhere"],
+    ids=["factory", "arguments", "workers", "labels", "replies", "no hooks", "registry", "own loads elsewhere"],
 )
 def test_an_engine_of_another_release_starts_and_says_so_once(ran, needs, files, words):
     plugin = needs.partition(" ")[0].lower()
@@ -145,12 +151,15 @@ print(says(Inspect())["workers"], state())
 """
 
 
+THERE = {name.removesuffix(".py").replace("/", ".") for name in WHOLE}
+
+
 def stand_in(**workers):
     """A vLLM that has the names that the plugin imports; ``workers`` are methods of its workers."""
     texts = {}
     for path in {*Path(vllm_register.__file__).parent.glob("*.py")} - {Path(vllm_register.__file__)}:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("vllm."):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("vllm.") and node.module not in THERE:
                 names = {alias.name for alias in node.names}
                 texts.setdefault(node.module, {}).update(dict.fromkeys(names, "class {}: ..."))
     files = {
@@ -243,8 +252,7 @@ for torn in (False, True):
 
 
 def test_vllm_with_a_partial_version_refuses_to_resume(ran):
-    core = "class EngineCore:\n def resume_scheduler(self): print('resumed')"
-    said, log = ran({**stand_in(), CORE: core}, RESUMED)
+    said, log = ran(stand_in(), RESUMED)
     assert said == "resumed\nresumed\nrefused\n", log
 
 
@@ -252,6 +260,45 @@ def test_an_update_of_vllms_own_that_is_open_keeps_ours_away(ran):
     code = f"{MADE}{CALLS}\nworker._weight_update_active = True\nprint(says(Start())['error'])\nprint(*state())"
     said, log = ran(stand_in(), code)
     assert "by vLLM's own weight transfer is open" in said and said.endswith("[] False True\n"), log
+
+
+OBSTACLES = f"""{MADE}
+config = worker.vllm_config
+parallel, described = config.parallel_config, config.model_config
+vars(parallel).update(distributed_executor_backend="mp", data_parallel_size=1, enable_fault_tolerance=False)
+vars(described).update(is_moe=True, multimodal_config=None)
+vars(config).update(kv_transfer_config=None, lora_config=None)
+ours = worker.torchrl_ext_beside.ours
+def says(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    print(ours._obstacle())
+    setattr(owner, name, before)
+says(parallel, "distributed_executor_backend", "ray")
+says(parallel, "distributed_executor_backend", "external_launcher")
+says(parallel, "data_parallel_size", 2)
+says(parallel, "enable_fault_tolerance", True)
+says(described, "multimodal_config", 1)
+says(config, "kv_transfer_config", 1)
+says(config, "lora_config", 1)
+says(ours, "asleep", frozenset(["kv_cache"]))
+says(worker, "_weight_update_active", True)
+"""
+
+
+def test_what_a_vllm_has_to_be_paused_for(ran):
+    said, log = ran(stand_in(), OBSTACLES)
+    assert said.splitlines() == [
+        "",
+        "steps and calls may reach the workers of executor external_launcher in another order",
+        "replicas share experts, and each takes a version at a step of its own",
+        "vLLM's fault tolerance may drop dispatched batches",
+        "embeddings of images are kept",
+        "a KV connector keeps keys and values elsewhere",
+        "adapters are placed over the weights",
+        "kv_cache asleep",
+        "an update by vLLM's own weight transfer is open",
+    ], log
 
 
 REPLICAS = """

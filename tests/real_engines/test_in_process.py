@@ -19,12 +19,12 @@ def checkpoints(tmp_path):
     return [tiny_checkpoint(tmp_path / f"seed{seed}", seed) for seed in (0, 1)]
 
 
-def run(tmp_path, *arguments, **environ):
-    """Run a program of `tests.real_engines.in_process` in vLLM's environment."""
+def run(tmp_path, *arguments, module="in_process", **environ):
+    """Run a program of `tests.real_engines.in_process`, or of another module, in vLLM's environment."""
     spec, overlay = spec_of("vllm"), make_overlay(tmp_path / "overlay")
     path = os.pathsep.join([on_path(overlay), str(ROOT)])
     done = subprocess.run(
-        [spec.interpreter, "-m", "tests.real_engines.in_process", *arguments],
+        [spec.interpreter, "-m", f"tests.real_engines.{module}", *arguments],
         cwd=ROOT,
         env={**os.environ, **spec.variables(), "PYTHONPATH": path, **environ},
         capture_output=True,
@@ -46,3 +46,8 @@ def test_engines_docs_page_runs_in_vllm_process(tmp_path):
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
     settings = {"VLLM_CPU_CI_ENV": "1"}  # vLLM's own, for tests: it captures graphs and leaves out their compiler
     run(tmp_path, "page", ROOT / "docs/engines.md", checkpoint, **settings)
+
+
+@pytest.mark.parametrize("program", ["labels", "failures", "namespaces"])
+def test_a_core_takes_versions_while_batches_are_in_flight(tmp_path, checkpoints, program):
+    run(tmp_path, program, checkpoints[0], module="in_core")

@@ -4,9 +4,10 @@ vLLM calls `register` in its API, core and worker processes. Workers get one met
 which ``POST /collective_rpc`` calls on all of them where ``VLLM_SERVER_DEV_MODE=1`` is set: it takes a message as JSON
 and returns the answer. Only the first message makes what handles them (`torchrl_ext.engines.vllm.worker`).
 
-Beside that, workers notice when vLLM itself loads weights or releases their memory; an engine that holds a part of a
-version stays paused, whoever resumes it; no reply of a worker is ever taken for that to another call; and an engine's
-configuration (``/server_info``) says that the plugin is there.
+Beside that, cores change the version between two steps (`torchrl_ext.engines.vllm.switching`); workers notice when vLLM
+itself loads weights or releases their memory; an engine that holds a part of a version stays paused, whoever resumes
+it; no reply of a worker is ever taken for that to another call; and an engine's configuration (``/server_info``) says
+that the plugin is there.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from torchrl_ext.base.messages import answered, partial_version
 from torchrl_ext.base.routes import CALL
 from torchrl_ext.base.types import Info
 from torchrl_ext.engines.plugin import enable
+from torchrl_ext.engines.vllm.switching import RESUMES, switch_between_steps
 
 __all__ = ["register", "register_trainers"]
 
 log = logging.getLogger("torchrl_ext")
 
-_RESUMES = "torchrl_ext_resumes"
-"""The collective call that asks vLLM's workers whether they may generate."""
 _API = "torchrl_ext.compat.vllm_api"
 _BACKEND = "torchrl_ext.compat.vllm_backend"
 _NAME = "torchrl_ext"  # of the backend, below vLLM's trainer API
@@ -48,6 +48,7 @@ def _use() -> None:
     _keep_in_step()
     _hear_replicas()
     _extend_workers()
+    switch_between_steps()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with suppress(ValueError):  # it is registered already
@@ -99,7 +100,7 @@ def _extend_workers() -> None:
     EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
     WorkerBase.__init__ = init
     setattr(WorkerBase, CALL, lambda worker, text: worker.torchrl_ext_beside.answer(text))
-    setattr(WorkerBase, _RESUMES, lambda worker: worker.torchrl_ext_beside.may_resume())
+    setattr(WorkerBase, RESUMES, lambda worker: worker.torchrl_ext_beside.may_resume())
 
 
 class Beside:
@@ -205,7 +206,7 @@ def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(resume)
     def resumed(core: Any) -> None:
-        if not all(core.model_executor.collective_rpc(_RESUMES)):
+        if not all(core.model_executor.collective_rpc(RESUMES)):
             raise partial_version("the engine")
         resume(core)
 

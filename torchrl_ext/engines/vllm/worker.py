@@ -9,6 +9,7 @@ raises: an error is an answer, too, on which the workers agree. Beside what a `E
 `Join`             first puts live tensors back into layers that a failed update left in checkpoint form
 `Start`            refuses while an update by vLLM's own weight transfer is open
 `Finish`           has vLLM forget adapters that it placed over the old weights
+`Commit`           is refused, and `Poll` says why, where the engine has to be paused for a version
 =================  ==============================================================================================
 """
 
@@ -19,9 +20,10 @@ from typing import Any, final
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+from vllm.envs import VLLM_USE_RAY_V2_EXECUTOR_BACKEND
 
 from torchrl_ext.base.errors import EngineRefusedError
-from torchrl_ext.base.messages import Finish, Join, Load, Message, Reset, Start, State, Verify
+from torchrl_ext.base.messages import Commit, Finish, Join, Load, Message, Reset, Start, State, Undo, Verify
 from torchrl_ext.base.types import Info
 from torchrl_ext.engines.loader import EngineLoader
 from torchrl_ext.engines.plugin import agree
@@ -29,6 +31,8 @@ from torchrl_ext.engines.vllm.model import VLLMModel
 from torchrl_ext.sync.engine_worker import EngineWorker
 
 __all__ = ["VLLMWorker", "gather_words"]
+
+_OPEN = "an update by vLLM's own weight transfer is open"
 
 
 @final
@@ -52,6 +56,7 @@ class VLLMWorker:
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             workers=parallel.world_size_across_dp,
             agree=gather_words,
+            obstacle=self._obstacle,
         )
         self.asleep: frozenset[str] = frozenset()
 
@@ -70,7 +75,7 @@ class VLLMWorker:
                 self.end.receiver.refuse_replaced(message)
                 self.end.together(self._refuse_others)
         answer = self.end.handle(message)
-        if isinstance(message, (Load, Verify, Finish)) and torch.accelerator.is_available():
+        if isinstance(message, (Commit, Undo, Load, Verify, Finish)) and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         if isinstance(message, Finish):
             self._worker.model_runner.reset_lora_state()
@@ -106,10 +111,32 @@ class VLLMWorker:
             self.end.receiver.give_up()
         return self.end.receiver.whole
 
+    def _obstacle(self) -> str:
+        """Return why the engine has to be paused for a version; "" if it may land between two steps."""
+        config, parallel = self._config, self._config.parallel_config
+        backend = parallel.distributed_executor_backend
+        one_queue = ("uni", "mp", *(["ray"] if VLLM_USE_RAY_V2_EXECUTOR_BACKEND else []))
+        obstacles = {
+            _OPEN: self._is_updating(),
+            f"{', '.join(sorted(self.asleep))} asleep": bool(self.asleep),
+            f"steps and calls may reach the workers of executor {backend} in another order": backend not in one_queue,
+            "replicas share experts, and each takes a version at a step of its own": (
+                parallel.data_parallel_size > 1 and config.model_config.is_moe
+            ),
+            "a KV connector keeps keys and values elsewhere": config.kv_transfer_config is not None,
+            "embeddings of images are kept": config.model_config.multimodal_config is not None,
+            "adapters are placed over the weights": config.lora_config is not None,
+            "vLLM's fault tolerance may drop dispatched batches": parallel.enable_fault_tolerance,
+        }
+        return next((why for why, holds in obstacles.items() if holds), "")
+
+    def _is_updating(self) -> bool:
+        return getattr(self._worker, "_weight_update_active", False)
+
     def _refuse_others(self) -> None:
-        if getattr(self._worker, "_weight_update_active", False):
+        if self._is_updating():
             raise EngineRefusedError(
-                "an update by vLLM's own weight transfer is open",
+                _OPEN,
                 state="nothing was changed",
                 hint="end it with POST /finish_weight_update",
             )
