@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import python
-from torchrl_ext.base.messages import Finish, Reset, Start
+from torchrl_ext.base.errors import EngineRefusedError
+from torchrl_ext.base.messages import Commit, Finish, Reset, Start, Undo
+from torchrl_ext.base.routes import Flush
 from torchrl_ext.control.serving.processes import free_port, make_overlay
 from torchrl_ext.engines.plugin import started_with
-from torchrl_ext.engines.sglang import register
+from torchrl_ext.engines.sglang import keys, register
 
 LOOK = """
 import sys
@@ -119,11 +121,25 @@ class Overlapping:
         self.weights, self.label, self.launched = 1, "1", []
         self.running_batch = self.last_batch = SimpleNamespace(reqs=[])
         self.waiting_queue, self.result_queue, self.device_module = [], deque(), self
-        self.scheduler = self
+        self.scheduler, self.forward_stream, self._engine_paused, self.labelled = self, "forward", False, []
 
     def synchronize(self):
         while self.launched:
             self.compute()
+
+    def current_stream(self):
+        return self
+
+    def wait_stream(self, stream):
+        assert stream == self.forward_stream
+        self.synchronize()
+
+    def record_weight_version_after_update(self, label):
+        self.labelled.append(label)
+        self.record_weight_version_change(label)
+
+    def _record_kv_event_lora_name(self, request, name):
+        assert name is None
 
     def compute(self):
         reqs, tokens = self.launched.pop(0)
@@ -166,26 +182,69 @@ def spans(request, label):
     return found
 
 
-def rollout(count, tokens=()):
-    return SimpleNamespace(count=count, output_ids=list(tokens), events=[], labels=[])
+class Rollout:
+    """A request of SGLang's."""
+
+    def __init__(self, count, tokens=(), extra_key=None):
+        self.count, self.output_ids, self.events, self.labels = count, list(tokens), [], []
+        self.kv, self.extra_key = SimpleNamespace(holds_kv=False), extra_key
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_tokens_of_a_launched_batch_keep_weights_and_label(worker, updates):
+class End:
+    """An `EngineWorker` and its receiver, of two workers; ``fails`` says what goes wrong here, or on the other one."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.receiver, self.fails, self.torn = scheduler, self, {}, False
+        self.held, self.before, self.done = 1, None, ""
+
+    def refuse_replaced(self, message):
+        pass
+
+    def invalidate(self, torn):
+        self.torn = torn
+
+    def handle(self, message):
+        if self.fails.get(message.kind) == "here":
+            raise EngineRefusedError(f"{message.kind} fails here")
+        match message:
+            case Commit() if message.version != self.held:
+                self.before, self.held = self.held, message.version
+            case Undo() if message.version == self.held:
+                self.held = self.before
+            case Finish():
+                self.held = message.version
+        self.scheduler.weights = self.held
+        self.done = message.kind
+        return {"version": self.held}
+
+    def together(self, step):
+        step()
+        if self.fails.get(self.done) == "there":
+            raise EngineRefusedError(f"{self.done} fails there")
+
+
+@pytest.fixture
+def served(worker):
+    """A scheduler with our hooks, and our worker in it."""
     scheduler, ours = Overlapping(), object.__new__(worker.SGLangWorker)
     for name in ("process_batch_result", "record_weight_version_change"):
         setattr(scheduler, name, scheduler.hooked(name))
-    scheduler.record_weight_version_after_update = lambda label: scheduler.record_weight_version_change(label)
-    ours._model = SimpleNamespace(prepared=False)
-    ours.end = SimpleNamespace(handle=lambda message: setattr(scheduler, "weights", getattr(message, "version", 1)))
-    ends, goes_on, retracted, late = (rollout(3), rollout(9), rollout(9, [1, 1]), rollout(2))
+    ours._model, ours.end = SimpleNamespace(prepared=False), End(scheduler)
+    return scheduler, ours
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("live", [True, False])
+def test_tokens_of_a_launched_batch_keep_weights_and_label(served, live, updates):
+    scheduler, ours = served
+    ends, goes_on, retracted, late = (Rollout(3), Rollout(9), Rollout(9, [1, 1]), Rollout(2))
     scheduler.waiting_queue = [ends, goes_on]
     for _ in range(3):
         scheduler.step()
     scheduler.waiting_queue = [retracted]
-    for version in range(2, 2 + updates):  # paused in place: the third batch is still on the device
-        ours.answer(Start(), scheduler)
-        ours.answer(Finish(version=version), scheduler)
+    for version in range(2, 2 + updates):  # live, or paused in place: the third batch is still on the device
+        for message in [Commit(version=version)] if live else [Start(), Finish(version=version)]:
+            ours.answer(message, scheduler)
     scheduler.waiting_queue.append(late)
     for _ in range(4):
         scheduler.step()
@@ -194,6 +253,103 @@ def test_tokens_of_a_launched_batch_keep_weights_and_label(worker, updates):
     assert goes_on.output_ids == goes_on.labels == [1, 1, 1, new, new, new]
     assert retracted.output_ids == retracted.labels == [1, 1, new, new, new]
     assert late.output_ids == late.labels == [new, new] and scheduler.label == str(new)
+
+
+def test_a_version_taken_back_behind_a_launched_batch_labels_nothing(served):
+    scheduler, ours = served
+    request = Rollout(6)
+    scheduler.waiting_queue = [request]
+    for _ in range(2):
+        scheduler.step()
+    ours.answer(Commit(version=2), scheduler)
+    assert ours.answer(Undo(version=2), scheduler) == {"version": 1}
+    for _ in range(5):
+        scheduler.step()
+    assert request.output_ids == request.labels == [1] * 6 and scheduler.label == "1"
+
+
+def named(scheduler, request):
+    """The request, after it was queued."""
+    keys.add_request_to_queue(lambda them, one: them.waiting_queue.append(one), scheduler, request)
+    return request
+
+
+def test_requests_share_keys_with_those_of_their_weights_alone(served):
+    scheduler, ours = served
+    plain, own = named(scheduler, Rollout(9)), named(scheduler, Rollout(9, extra_key="mine"))
+    assert (plain.extra_key, own.extra_key) == (None, "mine")
+    scheduler.waiting_queue, plain.kv.holds_kv = [own], True  # it runs from here on
+    taken = [plain.extra_key]
+    for message in (Commit(version=2), Commit(version=3), Undo(version=3)):
+        ours.answer(message, scheduler)
+        ours.answer(message, scheduler)  # sent again
+        late = named(scheduler, Rollout(9))
+        assert late.extra_key not in taken and plain.extra_key is None
+        assert own.extra_key == f"mine{late.extra_key}"
+        taken.append(late.extra_key)
+    assert scheduler.labelled == ["2", "3", "2"]
+    ours.answer(Commit(version=4, keep_cache=True), scheduler)
+    assert named(scheduler, Rollout(9)).extra_key == taken[-1]
+    plain.kv.holds_kv = False  # retracted: its keys are computed anew
+    assert named(scheduler, plain).extra_key == taken[-1]
+    assert named(Overlapping(), Rollout(9)).extra_key is None
+
+
+@pytest.mark.parametrize(
+    ("fails", "held", "paused"),
+    [
+        ({"commit": "here"}, 1, False),
+        ({"commit": "there"}, 1, False),
+        ({"commit": "there", "undo": "here"}, 2, True),
+        ({"commit": "there", "undo": "there"}, 1, True),
+        ({"undo": "here"}, 2, False),
+        ({"undo": "there"}, 1, True),
+    ],
+)
+def test_all_workers_have_a_version_or_none_has(served, fails, held, paused):
+    scheduler, ours = served
+    if "commit" not in fails:
+        ours.answer(Commit(version=2), scheduler)
+    labelled, waits = [*scheduler.labelled], named(scheduler, Rollout(9))
+    name, ours.end.fails = waits.extra_key, fails
+    message = (Commit if "commit" in fails else Undo)(version=2)
+    with pytest.raises(EngineRefusedError, match=f"{message.kind} fails"):
+        ours.answer(message, scheduler)
+    assert (ours.end.held, scheduler._engine_paused, ours.end.torn) == (held, paused, paused)
+    assert scheduler.labelled == labelled and waits.extra_key == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"_engine_paused": True}, "paused"),
+        ({"offload_tags": {"kv_cache"}}, "memory sleeps"),
+        ({"_session": object()}, "session for an update"),
+        ({"disaggregation_mode": "decode"}, "halved"),
+        ({"enable_pdmux": True}, "between two layers"),
+        ({"enable_streaming_session": True}, "keys and values between requests"),
+    ],
+)
+def test_a_server_that_cannot_take_a_version_is_left_as_it_is(served, changes, words):
+    scheduler, ours = served
+    scheduler.server_args = SimpleNamespace(disaggregation_mode="null")
+    ((name, value),) = changes.items()
+    setattr(scheduler if name in ("_engine_paused", "offload_tags", "_session") else scheduler.server_args, name, value)
+    with pytest.raises(EngineRefusedError, match=f"{words}.*nothing was changed"):
+        ours.answer(Commit(version=2), scheduler)
+    assert ours._obstacle and ours.end.held == 1 and not scheduler.labelled
+
+
+def test_images_of_older_weights_are_dropped(served, monkeypatch):
+    scheduler, ours = served
+    images, scheduler.flush_cache = {"a cat": "old"}, lambda **_: True
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=images))
+    ours.answer(Commit(version=2, keep_cache=True), scheduler)
+    assert images
+    ours.answer(Commit(version=3), scheduler)
+    assert not images
+    images["a cat"] = "new"
+    assert ours.answer(Flush(), scheduler) == {"flushed": True} and not images
 
 
 TOGETHER = """

@@ -26,6 +26,7 @@ from torchrl_ext.base.messages import Message, Reset, answered, partial_version
 from torchrl_ext.base.routes import CHANNEL
 from torchrl_ext.base.types import Info
 from torchrl_ext.engines.plugin import enable, started_with
+from torchrl_ext.engines.sglang import keys
 from torchrl_ext.engines.sglang import routes as sglang_routes
 
 __all__ = ["register"]
@@ -76,6 +77,7 @@ def _label_hooks() -> dict[str, Callable[..., Any]]:
     return {
         f"{_SCHEDULER}.record_weight_version_change": record_weight_version_change,
         f"{_SCHEDULER}.process_batch_result": process_batch_result,
+        f"{_SCHEDULER}._add_request_to_queue": keys.add_request_to_queue,
     }
 
 
@@ -119,7 +121,7 @@ def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any
 def record_weight_version_change(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
     """Wrap the scheduler's record of a new label: tokens of a batch that is launched already have the old one.
 
-    A pause in place leaves its result queued where batches overlap, and SGLang counts the tokens that it knows of.
+    Without a pause, and in one in place, its result is queued where batches overlap, and SGLang counts known tokens.
     """
     record, queued = functools.partial(original, scheduler, new_version), getattr(scheduler, "result_queue", None)
     if not queued:
