@@ -15,6 +15,7 @@ from torchrl_ext.cli.bench import figures
 
 SUBJECTS = {
     "digest": "digests of weights on a device, beside a plain read of the same memory",
+    "gaps": "the longest gap between two tokens, by how an engine takes an update",
     "landing": "the commit of a delta in vLLM's own model, beside a scatter, a reload and vLLM's own patches",
     "names": "37,000 names through an engine's own loader and through ours",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",

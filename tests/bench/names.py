@@ -100,10 +100,10 @@ def follow(url: str, weights: dict[str, Tensor], repeats: int, folder: Path) -> 
                     weights[name].view(torch.int16).view(-1)[turn] += 1
                 with sent_bytes() as sent:
                     report = sender.update_weights(weights)
-                spent = {name: report.spans.get(name, 0.0) for name in ("connect", "rehearse", "prefetch", "pause")}
+                spent = {name: report.spans.get(name, 0.0) for name in ("connect", "rehearse", "prefetch", "commit")}
                 trainer_s, total_s = report.spans["total"] - sum(spent.values()), report.spans["total"]
                 row = {"total_s": total_s, "trainer_s": trainer_s, "engine_s": total_s - trainer_s}
-                found.append(row | {"pause_s": spent["pause"], "messages_bytes": sum(sent), "proof": report.proof})
+                found.append(row | {"pause_s": spent["commit"], "messages_bytes": sum(sent), "proof": report.proof})
                 say(f"{what}: {json.dumps(found[-1])}")
             rows[what] = sorted(found, key=lambda row: row["total_s"])[len(found) // 2]
     return rows

@@ -55,5 +55,5 @@ def _round(own: dict[str, torch.Tensor], root: Path) -> dict[str, float]:
         "publish": reports[2].spans["publish"],
         "first prefetch": reports[1].spans["prefetch"],  # where the tensors lie is looked up, and summed, once
         "prefetch": reports[2].spans["prefetch"],
-        "commit": reports[2].spans["pause"],
+        "commit": reports[2].spans["commit"],
     }

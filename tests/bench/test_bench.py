@@ -15,6 +15,7 @@ from torchrl_ext.cli.main import main as cli
 
 SMALLEST = {
     "digest": "--mib 1",
+    "gaps": "--size small",
     "names": "--layers 1",
     "peers": "--size small --part bits",
     "small": "--tensors 300",
