@@ -82,7 +82,7 @@ def arrow(path: str, kind: str = "line") -> str:
 def update() -> str:
     """Return one update by delta in time, with the spans of its report."""
     trainer, weights, requests, spans = 64, 166, 218, 288  # the tops of rows
-    encode, publish, prefetch, pause, verify, resume = 226, 344, 432, 596, 688, 780  # when phases begin
+    encode, publish, prefetch, commit, over = 226, 344, 432, 624, 766  # when phases begin
     begin, end = 132, 944
 
     def span(left: int, right: int, row: int, name: str) -> str:
@@ -92,9 +92,9 @@ def update() -> str:
     return picture(
         960,
         370,
-        "One update in time: the trainer encodes and publishes, the engine fetches while it generates, and pauses only "
-        "to commit and verify",
-        text(16, 34, "One update by delta: engines generate until only the commit is left", "title left"),
+        "One update in time: the trainer encodes and publishes, the engine fetches while it generates, and commits and "
+        "verifies between two of its steps",
+        text(16, 34, "One update by delta: the commit falls between two steps", "title left"),
         text(846, 33, "time, not to scale", "small") + arrow("M918 28h24"),
         rect("lane", 8, trainer - 12, 944, HEIGHT + 24),
         rect("lane", 8, weights - 12, 944, requests + HEIGHT - weights + 24),
@@ -104,23 +104,23 @@ def update() -> str:
         box("trainer", begin, encode, trainer, "train"),
         box("trainer", encode, publish, trainer, "encode", "what changed"),
         box("trainer", publish, prefetch, trainer, "publish"),
-        f'<path class="line dashed" d="M{prefetch + 6} {trainer + 21}H{resume - 6}"/>',
-        text((prefetch + pause) // 2, trainer + 13, "waits", "small"),
-        box("trainer", resume, end, trainer, "train", "next step"),
-        box("engine", prefetch, pause, weights, "prefetch", "fetch, decode"),
-        box("stopped", pause, verify, weights, "commit", "write"),
-        box("stopped", verify, resume, weights, "verify", "digests"),
-        box("engine", begin, pause, requests, "generates with version 7"),
-        box("stopped", pause, resume, requests, "paused"),
-        box("engine", resume, end, requests, "version 8"),
+        f'<path class="line dashed" d="M{prefetch + 6} {trainer + 21}H{over - 6}"/>',
+        text((prefetch + commit) // 2, trainer + 13, "waits", "small"),
+        box("trainer", over, end, trainer, "train", "next step"),
+        box("engine", prefetch, commit, weights, "prefetch", "fetch, decode"),
+        box("stopped", commit, over, weights, "commit", "write, read back"),
+        box("engine", begin, commit, requests, "generates with version 7"),
+        f'<path class="line dashed" d="M{commit + 6} {requests + 21}H{over - 6}"/>',
+        text((commit + over) // 2, requests + 13, "next step waits", "small"),
+        box("engine", over, end, requests, "version 8"),
         arrow(f"M{prefetch - 20} {trainer + HEIGHT + 1}V{weights + 21}h20"),
-        arrow(f"M{pause} {trainer + 23}V{weights - 3}") + text(pause - 30, 144, "pause", "small"),
-        arrow(f"M{resume} {trainer + HEIGHT + 4}V{requests - 3}") + text(resume + 36, 144, "resume", "small"),
+        arrow(f"M{commit} {trainer + 23}V{weights - 3}") + text(commit - 36, 144, "commit", "small"),
+        arrow(f"M{over} {weights - 3}V{trainer + HEIGHT + 4}") + text(over + 36, 144, "digest", "small"),
         text(20, spans + 14, "report.spans", "code left"),
         span(encode, prefetch, 0, "prepare"),
-        span(prefetch, pause, 0, "prefetch"),
-        span(pause, resume, 0, "pause"),
-        span(encode, resume, 1, "total"),
+        span(prefetch, commit, 0, "prefetch"),
+        span(commit, over, 0, "commit"),
+        span(encode, over, 1, "total"),
     )
 
 
