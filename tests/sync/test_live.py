@@ -7,8 +7,8 @@ import torch
 
 import torchrl_ext as tx
 from tests.sync.live import QUESTIONS, LiveFleet
-from torchrl_ext.base.errors import ConfigError, EngineError, UpdateError
-from torchrl_ext.base.messages import WHOLE
+from torchrl_ext.base.errors import ConfigError, EngineError, IntegrityError, UpdateError
+from torchrl_ext.base.messages import WHOLE, Keep
 from torchrl_ext.data.landing.loader import TensorsLoader
 
 
@@ -178,6 +178,23 @@ def test_the_way_back_takes_no_more_memory_than_the_changes_and_is_given_back(tm
     fleet.update()
     taken = dict(held)
     assert taken["commit"] == taken["keep"] > 0 == taken["prefetch"]
+
+
+def test_a_way_back_that_is_not_given_up_fails_no_update(tmp_path, caplog):
+    fleet = LiveFleet(tmp_path, 1)
+    fleet.update(), fleet.update()
+    (engine,) = fleet.engines
+    handle = engine.handle
+
+    def keeps(message):
+        if isinstance(message, Keep):
+            raise IntegrityError("version 3 is not the one held")
+        return handle(message)
+
+    engine.port.handle = keeps
+    assert fleet.update().verified and "keeps the way back from version 3" in caplog.text
+    assert fleet.update().engines[0].commit == "live"
+    fleet.check()
 
 
 def test_another_sender_takes_over_after_a_live_commit(tmp_path):

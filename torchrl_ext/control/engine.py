@@ -21,6 +21,7 @@ from torchrl_ext.base.errors import (
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
+    WeightSyncError,
     code_of,
     parsed,
 )
@@ -588,7 +589,7 @@ class EngineUpdate(Update):
         """`undo`, and return the engine's state as text."""
         try:
             self.undo()
-        except (EngineError, DeadlineError) as error:
+        except WeightSyncError as error:
             return error.state or self._steps.holding(_PART)
         return f"{self._joined.port.url} serves its previous weights"
 
@@ -647,7 +648,7 @@ class EngineUpdate(Update):
         if self._leads_back:
             try:
                 self._joined.call(Keep())
-            except (EngineError, DeadlineError):
+            except WeightSyncError:
                 log.warning("%s keeps the way back from version %d", self._joined.port.url, self.version, exc_info=True)
 
     def rows(self) -> tuple[EngineRow, ...]:
