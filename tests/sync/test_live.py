@@ -131,14 +131,31 @@ def test_all_or_none_takes_a_version_back_from_those_that_took_it(commit, at, tm
 
 
 def test_an_engine_that_cannot_go_back_is_paused_where_all_or_none_take_a_version(tmp_path):
-    fleet = LiveFleet(tmp_path, 2, policy="all")
-    fleet.engines[1].fault = "refuse", 9  # of a first version, which comes whole
-    with pytest.raises(UpdateError):
+    fleet = LiveFleet(tmp_path / "whole", 2)
+    fleet.update()  # a first version comes whole
+    finish = fleet.engines[1].calls.index("finish")
+    fleet = LiveFleet(tmp_path / "fails", 2, policy="all")
+    fleet.engines[1].fault = "refuse", finish
+    with pytest.raises(UpdateError, match="came whole, and cannot be taken back"):
         fleet.update()
-    fleet.check(one_version=True)
+    assert not any(engine.serving for engine in fleet.engines)
     fleet.mend()
     assert fleet.update().verified
     fleet.check(one_version=True)
+
+
+def test_one_engine_that_computes_other_outputs_serves_the_version_before(tmp_path):
+    fleet = LiveFleet(tmp_path, 1)
+    fleet.update(), fleet.update()
+
+    def canary(client):
+        raise EngineError("it computes other outputs")
+
+    fleet.sender._manner = replace(fleet.sender._manner, canary=canary)
+    with pytest.raises(UpdateError, match="it computes other outputs"):
+        fleet.update()
+    assert fleet.engines[0].receiver.version == 2 and fleet.engines[0].serving
+    fleet.check()
 
 
 def test_the_first_engine_tries_a_version_before_the_others_take_it(tmp_path):
