@@ -25,7 +25,7 @@ EXTRAS = {
     "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.23"],  # likewise: `torchrl-ext serve sglang`
     "docs": ["sphinx>=7", "myst-nb>=1.2", "furo", "hydra-core>=1.3"],
-    "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "twine>=5"],
+    "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "towncrier>=24.8", "twine>=5"],
     "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }
 EXTRAS["testing"] = ["pytest>=8"]

@@ -207,6 +207,7 @@ def test_a_device_is_any_vendors_but_for_nccl():
 def test_the_top_level_of_the_repository_holds_nothing_else():
     expected = {
         "torchrl_ext", "tests", "tutorials", "docs", "setup.py", "README.md", "pyproject.toml", "LICENSE",
+        "changes",
     }  # fmt: skip
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
