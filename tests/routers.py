@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_ext.cli.environments import Recipe, ensure, is_here
+from torchrl_ext.testing.environments import Recipe, ensure, is_here
 
 _ROUTERS = {
     make: Recipe(

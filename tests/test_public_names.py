@@ -19,7 +19,7 @@ NAMES = {
     "MegatronSource", "MemoryTransport", "RemoteLLMPolicy", "ShardedTransport", "SyncReport",
     "TransportWeightSyncScheme", "TransportWeightUpdater", "VLLMCollectiveTransport", "WeightReceiver", "WeightSender",
     "WeightSource", "WeightSyncError", "WeightUpdateConfig", "__version__", "as_source", "connect", "discover",
-    "engines", "errors", "make_engine", "make_transport", "recommend", "transports",
+    "engines", "errors", "make_engine", "make_transport", "recommend", "testing", "transports",
 }  # fmt: skip
 
 

@@ -59,8 +59,8 @@ def make_engine(name: str, **settings: Any) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "errors":
-        return importlib.import_module(f"{__name__}.base.errors")
+    if name in ("errors", "testing"):
+        return importlib.import_module(f"{_HOME[name]}.{name}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

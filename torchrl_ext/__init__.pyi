@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_ext import testing as testing
 from torchrl_ext.base import errors as errors
 from torchrl_ext.base.errors import WeightSyncError as WeightSyncError
 from torchrl_ext.base.reports import SyncReport as SyncReport

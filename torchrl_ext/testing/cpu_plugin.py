@@ -1,4 +1,4 @@
-"""Plugin of vLLM and SGLang that the environments of `torchrl_ext.cli.environments` get: what engines need on a CPU.
+"""Plugin of vLLM and SGLang in the environments of `torchrl_ext.testing.environments`: what engines need on a CPU.
 
 It is copied there as the module ``torchrl_ext_cpu``, which needs nothing of this package. A machine with a GPU needs
 none of it. Functions that a release lacks are passed over.

