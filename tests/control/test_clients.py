@@ -115,12 +115,14 @@ def test_disaggregated_pools_pause_by_aborting_requests(role, started, trainer):
         ({"refused": True, "restored": False}, [ASK, PAUSE, ASK, ASK], None),
     ],
 )
-def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, proof):
+def test_rehearsal_pauses_only_if_needed_and_resumes_if_whole(script, calls, proof, caplog):
     with servers.running(post_collective_rpc=servers.rehearsing(**script)) as fake, client(fake) as engine:
         with nullcontext() if proof else pytest.raises(EngineRefusedError, match=r"layer.0 \(Experts\)"):
             assert engine.rehearse() == proof  # the least of its workers
         assert [call for call in order(fake) if call in (ASK, PAUSE, RESUME)] == calls
         assert [told["worker"] for told in engine.rehearsed] == ([0, 1] if proof else [])
+    announced = [one for one in caplog.records if one.getMessage().startswith(f"{fake.url} rehearses an update")]
+    assert [one.levelname for one in announced] == (["WARNING"] if PAUSE in calls else [])
 
 
 def test_fleet_proof_is_the_weakest_proof_of_its_engines():

@@ -14,12 +14,14 @@ from torchrl_ext.base.types import EngineInfo, is_torchrl
 from torchrl_ext.control.client import EngineClient
 from torchrl_ext.control.fleet import Fleet, Members
 from torchrl_ext.control.http import HTTPSession, Keys, normalise_urls
-from torchrl_ext.control.serving.router import refuse_router
+from torchrl_ext.control.makes.server_info import server_info
+from torchrl_ext.control.serving.router import listed_workers, refuse_router
 
-__all__ = ["as_engine", "connect", "discover"]
+__all__ = ["PASSING", "as_engine", "connect", "discover", "kind_of"]
 
 _TIMEOUT_S = 30.0
 _MAX_BODY_BYTES = 16 << 20
+PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 
 
 def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = None) -> list[EngineInfo]:
@@ -58,6 +60,27 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = Non
         what = f"{causes}; {len(failed)} of {len(answers)} engines did not describe themselves"
         raise kind(what, expected=failed[0].expected, hint=failed[0].hint)
     return [answer for answer in answers if isinstance(answer, EngineInfo)]
+
+
+def kind_of(http: HTTPSession) -> str | None:
+    """Return the kind of the engine at a session's address, or behind the router there; None if it does not say.
+
+    Raises:
+        EngineUnreachableError, DeadlineError: nothing answers at the address.
+        EngineRefusedError: it answers only for now, such as a router without an engine.
+    """
+    try:
+        return server_info(http).info.kind
+    except EngineRefusedError as error:
+        behind = listed_workers(http)  # a router may have no such route for its pools, however many engines it has
+        if error.status in PASSING and not behind:
+            raise
+        if behind is not None:
+            return None
+    try:
+        return _describe(http).kind
+    except EngineRefusedError:
+        return None
 
 
 def connect(

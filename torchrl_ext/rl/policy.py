@@ -73,7 +73,7 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
     thread-safe.
 
     Args:
-        model: addresses of engines, or an `InferenceClient`.
+        model: addresses of engines or of a router, or an `InferenceClient`.
         tokenizer: a `transformers` tokenizer; optional only in tokens mode, where its padding token tells padding of
             prompts that come without ``("masks", "all_attention_mask")``.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``; prompts are under ``(input_mode, "prompt")``.
@@ -128,7 +128,7 @@ class RemoteLLMPolicy(TensorDictModuleBase):  # type: ignore[misc]  # tensordict
         }
         self._sampling, self._samples = _sampling(generate_kwargs or {}), num_samples
         if not isinstance(model, InferenceClient):
-            model = InferenceClient.connect(*([model] if isinstance(model, str) else model))
+            model = InferenceClient(model)
         self.model, self.tokenizer, self.input_mode = model, tokenizer, input_mode
         self.in_keys: list[NestedKey] = [(input_mode, "prompt")]
         self.out_keys: list[NestedKey] = [*_OUTPUTS[input_mode], *_OURS]

@@ -31,7 +31,7 @@ def test_conversation_keeps_the_cache_version_of_its_first_turn():
         return found, data
 
     with set_list_to_stack(True), sockets.serving(answer) as server:
-        client = tx.InferenceClient(server.url)
+        client = tx.InferenceClient(server.url, kind="vllm")
         chatting = policy("history")
         found, data = salts(chatting, prompts("history", tokenizer))
         assert found == ["weights-3"] * 2

@@ -55,7 +55,7 @@ def engines():
 def test_continuation_requests_remaining_tokens_until_deadline(engines):
     answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
     (engine,) = engines(in_turn(*((200, answer) for answer in answers)))
-    client = InferenceClient(engine.url)
+    client = InferenceClient(engine.url, kind="vllm")
     (found,) = client.generate([[7, 8]], max_tokens=5, seed=40)
     bodies = [call.body for call in engine.calls]
     assert found.token_ids == (1, 2, 3) and found.logprobs == pytest.approx((-0.1, -0.2, -0.3))
@@ -71,7 +71,7 @@ def test_continuation_requests_remaining_tokens_until_deadline(engines):
 
 def test_only_aborted_continuations_of_a_prompt_are_continued(engines):
     (engine,) = engines(in_turn((200, {"choices": [part(1, reason="stop"), part(2) | {"index": 1}]}), whole(3)))
-    client = InferenceClient(engine.url)
+    client = InferenceClient(engine.url, kind="vllm")
     first, second = client.generate([[7]], n=2, seed=40)
     assert (first.token_ids, second.token_ids) == ((1,), (2, 3))
     asked = engine.calls[-1].body
@@ -81,7 +81,7 @@ def test_only_aborted_continuations_of_a_prompt_are_continued(engines):
 def test_aborted_request_with_stop_strings_restarts(engines):
     """A stop string may begin before the abort and end after it, and this client cannot read tokens."""
     (engine,) = engines(in_turn((200, {"choices": [part(1, 2)]}), whole(1, 2, 3)))
-    client = InferenceClient(engine.url)
+    client = InferenceClient(engine.url, kind="vllm")
     (found,) = client.generate([[7, 8]], max_tokens=5, stop=["END"])
     assert found.token_ids == (1, 2, 3)
     assert [call.body["token_ids"] for call in engine.calls] == [[7, 8], [7, 8]]
@@ -159,13 +159,84 @@ def test_persistent_client_alone_retries_until_the_deadline(engines, caplog):
             client.generate([[7]])
 
 
-def test_missing_generate_route_error_hints_at_connect():
-    with FakeEngine("sglang") as engine:
-        client = InferenceClient(engine.url)
-        with pytest.raises(RouteAbsent, match="answered 404") as refused:
-            client.generate([PROMPT], max_tokens=2)
-        assert refused.value.status == 404 and "InferenceClient.connect" in refused.value.hint
-        assert refused.value.expected == "an engine with the route /inference/v1/generate"
+def test_an_address_without_the_route_is_answered_with_what_to_give():
+    for settings in ({"kind": "vllm"}, {}):
+        with FakeEngine("sglang") as server:
+            silent = () if settings else ("GET /server_info", "GET /get_server_info")
+            server.answers |= dict.fromkeys(silent, (404, ""))
+            client = InferenceClient(server.url, **settings)
+            with pytest.raises(RouteAbsent, match="answered 404") as refused:
+                client.generate([PROMPT], max_tokens=2)
+            assert refused.value.status == 404 and "kind=" in refused.value.hint
+            assert refused.value.expected == "an engine with the route /inference/v1/generate"
+
+
+# kinds
+
+
+def asked_for_kinds(engine):
+    return [call.route for call in engine.calls if "info" in call.route]
+
+
+def test_the_kinds_of_engines_are_asked_once_before_their_first_requests(engines):
+    """By all the prompts that wait for them together, and anew by a copy; not where they were named."""
+    (vllm,), said = engines(whole(1)), {"output_ids": [2], "meta_info": {"finish_reason": {"type": "stop"}}}
+    with FakeEngine("sglang") as sglang:
+        sglang.answers["POST /generate"] = (200, said)
+        client = InferenceClient([vllm.url, sglang.url], max_concurrency=8)
+        assert vllm.calls == sglang.calls == []
+        for one in (client, pickle.loads(pickle.dumps(client))):
+            for _ in range(2):
+                assert {found.token_ids for found in one.generate([[7]] * 16)} == {(1,), (2,)}
+            for engine in (vllm, sglang):
+                assert asked_for_kinds(engine) == ["GET /server_info"]
+                engine.calls.clear()
+        named = InferenceClient([vllm.url, sglang.url], kind=["vllm", "sglang"])
+        assert len(named.generate([[7]] * 8)) == 8
+        assert not asked_for_kinds(vllm) and not asked_for_kinds(sglang)
+
+
+def test_each_seed_has_its_request_until_a_kind_is_known(engines):
+    (engine,) = engines(whole(1))
+    client = InferenceClient(engine.url)
+    client.generate([[7]], n=2, seed=40)
+    assert sorted(call.body["sampling_params"]["seed"] for call in engine.calls if call.body) == [40, 41]
+    assert {call.body["sampling_params"]["n"] for call in engine.calls if call.body} == {1}
+
+
+def test_an_engine_that_another_make_has_replaced_is_asked_again(engines):
+    (engine,) = engines(whole(1))
+    client = InferenceClient(engine.url)
+    client.generate([[7]])
+    engine.answers[ROUTE] = (404, {"detail": "Not Found"})
+    with pytest.raises(RouteAbsent):
+        client.generate([[7]])
+    engine.answers[ROUTE] = whole(2)
+    assert client.generate([[7]])[0].token_ids == (2,) and len(asked_for_kinds(engine)) == 2
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_what_does_not_describe_itself_gets_requests_of_vllm(engines, lists):
+    """A router without the route, or vLLM outside its development mode; a router without an engine is asked again."""
+    (server,) = engines(whole(1))
+    rows = [{"url": "http://127.0.0.1:1"}]
+    server.answers |= {"GET /workers": (200, {"workers": rows})} if lists else {}
+    server.answers |= dict.fromkeys(("GET /server_info", "GET /get_server_info"), (404, {}))
+    client = InferenceClient(server.url)
+    assert client.generate([[7]])[0].token_ids == (1,)
+    asked = len(asked_for_kinds(server))
+    assert client.generate([[7]])[0].token_ids == (1,) and len(asked_for_kinds(server)) == asked
+
+
+def test_a_router_without_an_engine_is_asked_for_its_kind_again(engines):
+    (router,) = engines(whole(1))
+    router.answers |= {"GET /workers": (200, {"workers": []}), "GET /get_server_info": (503, "no worker")}
+    known, router.answers["GET /server_info"] = router.answers.get("GET /server_info"), (503, "no worker")
+    client = InferenceClient(router.url)
+    with pytest.raises(EngineRefusedError, match="503: no worker"):
+        client.generate([[7]])
+    router.answers.pop("GET /server_info") if known is None else router.answers.update({"GET /server_info": known})
+    assert client.generate([[7]])[0].token_ids == (1,)
 
 
 def test_the_first_error_ends_every_other_request_at_once(engines):
@@ -205,7 +276,7 @@ def test_addresses_that_cannot_work_are_refused():
 def test_each_prompt_has_its_session_and_its_cache_version(engines):
     """The session id travels in the headers of the vLLM router and of the SGLang router."""
     (router,) = engines(whole(1))
-    client = InferenceClient(router.url)
+    client = InferenceClient(router.url, kind="vllm")
     client.generate([[1], [2]], session_ids=["a", None], cache_versions=[3, 4])
     client.generate([[3]])
     for name in ("session_ids", "cache_versions"):

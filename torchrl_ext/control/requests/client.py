@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import itertools
 import logging
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchrl_ext.base.deadline import in_thread
 from torchrl_ext.base.errors import (
     ConfigError,
     DeadlineError,
@@ -20,8 +22,9 @@ from torchrl_ext.base.errors import (
     RouteAbsent,
 )
 from torchrl_ext.base.registry import engines
-from torchrl_ext.control.discovery import discover
+from torchrl_ext.control.discovery import PASSING, discover, kind_of
 from torchrl_ext.control.http import HTTPSession, Keys, begin, each, normalise_urls, run
+from torchrl_ext.control.requests.dialects import Dialect
 from torchrl_ext.control.requests.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
 
 if TYPE_CHECKING:
@@ -32,8 +35,8 @@ __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
-_PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 _MAX_BODY_BYTES = 256 << 20
+_DEFAULT = "vllm"  # it describes itself only in its development mode
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -49,11 +52,13 @@ class InferenceClient:
     any engine; with stop strings it starts again, because one may span two answers. Once all engines have failed, the
     request fails, unless ``persistent``: a lost answer can be sampled again.
 
-    Thread-safe and picklable; it holds nothing open, and its coroutines work in any event loop.
+    Thread-safe and picklable; it holds nothing open, and its coroutines work in any event loop. Making one sends
+    nothing.
 
     Args:
         url: base address of an engine or of a router, or a list of addresses.
-        kind: ``"vllm"``, ``"embedded"`` or ``"sglang"``; one for all, or one per address. `connect` detects it.
+        kind: ``"vllm"``, ``"embedded"`` or ``"sglang"``; one for all, or one per address. None asks each address before
+            its first request, through a router one of its engines; one that does not say gets vLLM's requests.
         timeout_s: deadline of one `generate` call, for all its prompts together, in seconds.
         max_concurrency: maximum requests in flight per engine, over all calls of this client; 0 for no limit.
         api_key: sent as a bearer token; see `HTTPSession` for several.
@@ -67,7 +72,7 @@ class InferenceClient:
             ``max_concurrency``.
 
     Example:
-        >>> client = tx.InferenceClient.connect(address)
+        >>> client = tx.InferenceClient(address)
         >>> [answer] = client.generate([[1, 2, 3]], max_tokens=4, temperature=0.0)
         >>> len(answer.token_ids), answer.finish_reason
         (4, 'length')
@@ -77,7 +82,7 @@ class InferenceClient:
         self,
         url: str | Sequence[str],
         *,
-        kind: str | Sequence[str] = "vllm",
+        kind: str | Sequence[str] | None = None,
         timeout_s: float = 120.0,
         max_concurrency: int = 64,
         api_key: Keys = None,
@@ -88,10 +93,13 @@ class InferenceClient:
         if max_concurrency < 0:
             raise ConfigError(f"max_concurrency is {max_concurrency}", expected="at least 1, or 0 for no limit")
         urls = normalise_urls([url] if isinstance(url, str) else url)
-        kinds = [kind] * len(urls) if isinstance(kind, str) else list(kind)
+        kinds = [kind] * len(urls) if isinstance(kind, str | None) else list(kind)
         if len(kinds) != len(urls):
             raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
-        self._targets = {url: engines.part(kind, "dialect") for url, kind in zip(urls, kinds, strict=True)}
+        self._targets: dict[str, Dialect | None] = {  # None until the address has said its kind
+            url: None if kind is None else engines.part(kind, "dialect") for url, kind in zip(urls, kinds, strict=True)
+        }
+        self._asked: dict[str, concurrent.futures.Future[Dialect]] = {}
         self._settings: dict[str, Any] = {"kind": kind, "timeout_s": timeout_s, "max_concurrency": max_concurrency}
         self._settings |= {"api_key": api_key, "retire_s": retire_s, "persistent": persistent, "adapter": adapter}
         self._timeout_s, self._limit, self._adapter = timeout_s, max_concurrency or float("inf"), adapter
@@ -105,7 +113,7 @@ class InferenceClient:
 
     @classmethod
     def connect(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> InferenceClient:
-        """Return a client for the engines at ``addresses``, and detect their kinds.
+        """Return a client for the engines at ``addresses``; ask their kinds now, and not before the first request.
 
         Args:
             addresses: engines, not routers, as for `torchrl_ext.discover`.
@@ -243,7 +251,8 @@ class InferenceClient:
 
     async def _whole(self, request: GenerationRequest, until: float) -> list[Generation]:
         """Return the complete continuations of one prompt."""
-        alike = any(dialect.one_seed_per_request for dialect in self._targets.values())
+        known = self._targets.values()
+        alike = any(dialect is None or dialect.one_seed_per_request for dialect in known)
         if request.n > 1 and request.seed is not None and alike:
             parts = await each([self._whole(one, until) for one in request.split()])
             return [one for (one,) in parts]
@@ -264,25 +273,48 @@ class InferenceClient:
                 return so_far
             if anew or not answer.token_ids:
                 names = ", ".join(self._targets)
-                error = EngineError(f"{names}: requests were aborted before their first token")
+                hint = "check whether somebody keeps pausing the engine in a mode that aborts requests"
+                error = EngineError(f"{names} aborted requests before their first token", hint=hint)
                 await _back_off(next(attempts), until, error)
             (answer,) = await self._ask(request.after(so_far), until)
 
     async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
-            dialect = self._targets[url]
-            answer = await self._post(url, dialect.route, dialect.ask(request), request.session_id, until)
+            dialect = self._targets[url] or await self._dialect(url, until)
+            try:
+                answer = await self._post(url, dialect.route, dialect.ask(request), request.session_id, until)
+            except RouteAbsent:
+                if self._settings["kind"] is None:  # another engine may listen there by now
+                    self._targets[url] = None
+                raise
             where = url + dialect.route
             try:
                 found = dialect.read(answer)
             except _UNREADABLE as error:
                 expected = "tokens as this kind of engine gives them"
-                raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected) from None
+                hint = "check that kind= is the engine's"
+                raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected, hint=hint) from None
             if len(found) != request.n:
                 raise EngineRefusedError(f"{where} gave {len(found)} continuations", expected=str(request.n))
             return found
 
         return await self._of_any(ask, until)
+
+    async def _dialect(self, url: str, until: float) -> Dialect:
+        """Ask a target for its kind, once for all requests that wait for it; after a failure the next one asks anew."""
+
+        def ask() -> Dialect:
+            left_s = until - time.monotonic()
+            kind = kind_of(HTTPSession(url, api_key=self._sessions[url].api_key, timeout_s=left_s))
+            found: Dialect = engines.part(kind or _DEFAULT, "dialect")
+            self._targets[url] = found
+            return found
+
+        job = self._asked.get(url)
+        if job is None:
+            job = self._asked[url] = in_thread(ask, f"ask {url}")
+            job.add_done_callback(lambda job: self._asked.pop(url, None))
+        return await asyncio.wrap_future(job)
 
     async def _post(self, url: str, route: str, body: Any, session_id: Any, until: float) -> Any:
         headers = {} if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
@@ -291,7 +323,7 @@ class InferenceClient:
         try:
             return answer.checked_json()
         except RouteAbsent as error:
-            hint = "let InferenceClient.connect find the kinds of engines, or name them with kind="
+            hint = "give the address of an engine or its router; if it does not say its kind, name it with kind="
             expected, status = f"an engine with the route {route}", error.status
             raise RouteAbsent(error.what, expected=expected, hint=hint, status=status, reason=error.reason) from None
 
@@ -303,7 +335,7 @@ class InferenceClient:
                 try:
                     found = await call(url)
                 except (EngineUnreachableError, EngineRefusedError) as error:
-                    if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
+                    if isinstance(error, EngineRefusedError) and error.status not in PASSING:
                         raise  # another engine would refuse it too
                     failed[url] = error
                     self._retired[url] = time.monotonic() + self._retire_s
@@ -324,7 +356,7 @@ class InferenceClient:
     async def _turn(self, failed: Mapping[str, EngineError], until: float) -> AsyncIterator[str]:
         """Wait for a free place at a target that has not failed, and hold it during the block."""
         if (loop := asyncio.get_running_loop()) is not self._loop:  # the first request, or the first after a fork
-            self._loop, self._freed = loop, asyncio.Condition()
+            self._loop, self._freed, self._asked = loop, asyncio.Condition(), {}
             self._in_work = dict.fromkeys(self._targets, 0)
         left = [url for url in self._targets if url not in failed]
         async with self._freed:
@@ -338,7 +370,10 @@ class InferenceClient:
                     await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
                 except asyncio.TimeoutError:
                     names = ", ".join(well)
-                    raise DeadlineError(f"{names} had {self._limit} requests running until the deadline") from None
+                    raise DeadlineError(
+                        f"{names} had {self._limit} requests running until the deadline",
+                        hint="raise timeout_s, or max_concurrency if the engine can take more at once",
+                    ) from None
             self._in_work[found] += 1
         try:
             yield found

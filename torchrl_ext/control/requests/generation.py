@@ -96,8 +96,9 @@ class Generation:
 
     Attributes:
         token_ids: new tokens, without the prompt.
-        logprobs: log-probability of each token under the raw distribution of the weights that sampled it; empty if
-            not requested.
+        logprobs: natural-log probability of each token under the weights that sampled it, in nats; empty if not
+            requested. vLLM and the embedded engine report that of the raw logits, SGLang that after the temperature
+            (unless its environment has ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``).
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
         weight_versions: contiguous spans, several if the weights changed during the generation; empty if the engine
             reports none.
