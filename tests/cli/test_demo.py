@@ -47,12 +47,22 @@ def test_the_demo_follows_by_disk_with_engines_that_run_already(server):
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "2", "paused": False}
 
 
+def test_the_demo_by_delta_serves_what_it_trains_in_float32_as_bfloat16():
+    document, words = demonstrated("--transport", "delta", "--steps", "1")
+    assert document["verified"] and document["weights_equal"] and document["outputs_close"]
+    assert "greedy_equal" not in document and "rounded to bfloat16: yes" in words
+    first, second = document["syncs"]
+    assert second["bytes"] < first["model_bytes"] == second["model_bytes"]
+    (line,) = (line for line in words.splitlines() if line.startswith("step 1"))
+    assert f"{second['bytes']:,} of {second['model_bytes']:,} bytes  no pause  proof: in place" in line
+
+
 @pytest.mark.parametrize(
     ("args", "words", "status"),
     [
         ("--transport pigeon", ", ".join(sorted(tx.transports())), 2),
-        ("--transport memory", "in another process", 2),
-        ("--transport native", "stock engines with --engines", 2),
+        ("--transport memory", "no other process", 2),
+        ("--transport native", "vLLM or SGLang with --engines", 2),
         ("--engine steam", "embedded, sglang, vllm", 2),
         ("--seed vime", "--seed", 2),
         ("--steps 0", "--steps", 2),

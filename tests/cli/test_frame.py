@@ -8,6 +8,8 @@ import sys
 
 from tests.processes import ROOT, WAIT_S
 from tests.terminals import on_terminal
+from torchrl_ext.base.errors import StoreError, UpdateError
+from torchrl_ext.cli.frame import fail
 
 SLOW = """
 import time
@@ -17,6 +19,13 @@ with progress("reading a checkpoint", 200) as advance:
         time.sleep(0.2)
         advance(50)
 """
+
+
+def test_an_update_that_a_store_failed_ends_with_the_status_of_files(capsys):
+    error = UpdateError("the weights did not reach every engine")
+    error.__cause__ = StoreError("cannot open /full")
+    assert (fail(error), fail(UpdateError("the engine refused"))) == (4, 3)
+    assert "did not reach" in capsys.readouterr().err
 
 
 def test_a_step_is_shown_on_a_terminal_with_its_share():

@@ -59,8 +59,16 @@ def test_plan_prints_the_row_that_applies(capsys):
     argv = ["plan", "--heavy", "--no-group", "--shared-path", "/shared"]
     assert main(argv) == 0
     page = capsys.readouterr().out
-    assert "rejected" in page and "--update-weight-mode delta" in page and GOALS["heavy"].goal in page
+    assert page.splitlines()[0] == 'tx.make_transport("delta", root="/shared")'
+    assert "not chosen" in page and GOALS["heavy"].goal in page and "update_weight" not in page and "--" not in page
+    assert main([*argv, "--flags"]) == 0
+    longer = capsys.readouterr().out
+    assert longer.startswith(page) and "--update-weight-mode delta" in longer
     assert main([*argv, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["transport"] == "delta" and document["facts"]["group"] is False
+    assert (
+        document["python"] == page.splitlines()[0]
+        and document["transport"] == "delta"
+        and document["facts"]["group"] is False
+    )
     assert "share no device" in document["rejected"]["ipc"] and "possible" in document["rejected"]["disk"]

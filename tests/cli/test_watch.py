@@ -19,6 +19,12 @@ def engine(tmp_path_factory):
         yield server
 
 
+def test_a_word_without_a_port_is_a_root_that_may_not_be_there_yet(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = look([engine.url, "updates"])
+    assert found["roots"] == [{"root": "updates", "error": "there is nothing here yet"}] and len(found["engines"]) == 1
+
+
 def said(found):
     return [(one["state"], one["version"], one["lag"]) for one in found["engines"]]
 

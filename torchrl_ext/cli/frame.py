@@ -148,7 +148,8 @@ def fail(error: BaseException, *shown: RenderableType, **more: Any) -> int:
     kind = type(error).__name__
     message = (error.format_message() if isinstance(error, typer.TyperException) else str(error)) or kind
     note(f"torchrl-ext: {message}")
-    status = next(status for known, status in _STATUSES.items() if isinstance(error, known))
+    reason = error.__cause__ if isinstance(error.__cause__, StoreError) else error  # of an update that failed by it
+    status = next(status for known, status in _STATUSES.items() if isinstance(reason, known))
     return answer({**more, "error": message, "type": kind}, *shown, status=status)
 
 

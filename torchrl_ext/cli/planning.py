@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The route that was chosen from the facts.
+    """The route that was chosen from the facts; as text, the line of Python that makes its transport.
 
     Attributes:
         facts: from which it was chosen.
@@ -90,6 +91,10 @@ class Recommendation:
     settings: Mapping[str, Any]
     options: Mapping[str, Any]
     rejected: Mapping[str, str]
+
+    def __str__(self) -> str:
+        settings = (f", {name}={json.dumps(value)}" for name, value in self.settings.items())
+        return f"tx.make_transport({json.dumps(self.transport)}{''.join(settings)})"
 
 
 def recommend(**facts: Any) -> Recommendation:
@@ -118,7 +123,7 @@ def recommend(**facts: Any) -> Recommendation:
     chosen = light[0] if given.heavy and light else possible[0]
     options: dict[str, Any] = dict(option.split("=") for option in GOALS[_ROWS[chosen]].entry_point.split())
     transport, _, carrier = chosen.partition(" over ")
-    settings: dict[str, Any] = {"carrier": carrier} if carrier else {}
+    settings: dict[str, Any] = {"carrier": carrier} if carrier == "collective" else {}  # a root says the rest
     if "disk" in (transport, carrier):
         settings["root"] = options["update_weight_disk_dir"] = given.shared_path
     if given.colocated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy", "quiet"]
+__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy", "quiet", "rounded"]
 
 _PROMPTS = (
     "Count to ten: ",
@@ -140,6 +141,14 @@ class Trainer:
                     self._optimizer.zero_grad()
                     losses.append(loss.item())
         return rollouts["next", "reward"].mean().item(), sum(losses) / len(losses)
+
+
+def rounded(model: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of a model with parameters of ``dtype``, as `transformers` loads them: buffers keep theirs."""
+    found = copy.deepcopy(model)
+    for parameter in found.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return found
 
 
 @torch.no_grad()

@@ -17,7 +17,9 @@ from torchrl_ext.cli.commands.push import check_engines
 from torchrl_ext.cli.frame import Interrupts, answer, note
 
 if TYPE_CHECKING:
+    from torchrl_ext.base.reports import SyncReport
     from torchrl_ext.base.types import EngineInfo, Info
+    from torchrl_ext.control.client import EngineClient
 
 __all__ = ["app"]
 
@@ -46,7 +48,8 @@ def demo(
     The demo trains a tiny causal LM with GRPO on a task with a checkable reward. An engine in another process generates
     the rollouts, and receives the new weights after each step. At the end, the demo checks that the engine's weights
     are bit-equal to the trainer's and that its greedy continuations equal the trainer's own; if not, the exit status
-    is 1.
+    is 1. By `delta`, training is in float32, and an engine that the demo starts serves bfloat16, as in practice: the
+    trainer's weights are compared as rounded, and log-probabilities in place of continuations.
 
     Examples:
     * `torchrl-ext demo`
@@ -57,15 +60,22 @@ def demo(
     from torchrl_ext.base.registry import engines as makes
     from torchrl_ext.base.registry import transports
 
+    dtype = "bfloat16" if transport == "delta" and not engines else "float32"
     began = time.perf_counter()
+    note(f"a tiny policy trains for {steps} steps, and an engine follows by {transport}; loading PyTorch")
     known = inspect.signature(transports.load(transport)).parameters
     sizes = {"tensor_parallel_size": tp} if tp > 1 else {}
     if not engines and not sizes.keys() <= {*makes.part(engine, "server").settings()}:
-        raise ConfigError(f"--tp is {tp}, and several workers never share a model of the {engine} engine")
-    if transport == "memory" or (transport == "native" and not engines):
         raise ConfigError(
-            f"transport {transport!r} does not reach an engine of our plugin in another process",
-            hint="name stock engines with --engines, or another transport",
+            f"--tp is {tp}, and several workers never share a model of the {engine} engine",
+            hint="--engine vllm or sglang",
+        )
+    if transport == "memory":
+        raise ConfigError("transport 'memory' reaches no other process", hint="use --transport ipc or collective")
+    if transport == "native" and not engines:
+        raise ConfigError(
+            "transport 'native' is for servers without torchrl_ext, and the demo starts one with it",
+            hint="name a running vLLM or SGLang with --engines, or use --transport collective",
         )
     if root is not None and "root" not in known:
         raise ConfigError(f"transport {transport!r} uses no directory", hint="leave --root out")
@@ -74,7 +84,7 @@ def demo(
         if engines:
             infos, transport, model_dir = _running(engines, transport, model)
         else:
-            infos, model_dir = _started(engine, model, seed, sizes, folder, stack)
+            infos, model_dir = _started(engine, model, seed, {**sizes, "dtype": dtype}, folder, stack)
         check_engines(infos, transport)
         known = inspect.signature(transports.load(transport)).parameters
         settings = {"root": root or str(folder / "updates"), "make": infos[0].kind}
@@ -83,7 +93,7 @@ def demo(
             import torch
 
             torch.set_num_threads(1)  # products of the tiny model lose more to waiting threads than they gain
-        outcome = _train(infos, interrupts, transports.make(transport, **settings), model_dir, steps, seed)
+        outcome = _train(infos, interrupts, transports.make(transport, **settings), model_dir, steps, seed, dtype)
     outcome |= {"transport": transport, "tp": tp, "steps": steps, "seed": seed}
     return answer({**outcome, "seconds": time.perf_counter() - began}, status=0 if outcome["verified"] else 1)
 
@@ -111,7 +121,7 @@ def _running(addresses: Sequence[str], transport: str, model: str | None) -> tup
 
 
 def _started(
-    engine: str, model: str | None, seed: int, sizes: Info, folder: Path, stack: contextlib.ExitStack
+    engine: str, model: str | None, seed: int, more: Info, folder: Path, stack: contextlib.ExitStack
 ) -> tuple[list[EngineInfo], str]:
     """Start an engine that ends with ``stack``; return its description, and the checkpoint that it started from."""
     from torchrl_ext.base.registry import engines
@@ -121,23 +131,33 @@ def _started(
     from torchrl_ext.testing.tiny import make_tiny_lm
 
     make, model_dir = engines.part(engine, "server"), model or str(make_tiny_lm(folder / "model", seed=seed))
-    wanted: Info = {"dtype": "float32", "threads": None if model else 1, "log_path": folder / "engine.log"}
-    wanted = {name: value for name, value in {**wanted, **sizes}.items() if name in make.settings()}
+    wanted: Info = {"threads": None if model else 1, "log_path": folder / "engine.log"}
+    wanted = {name: value for name, value in {**wanted, **more}.items() if name in make.settings()}
     note(f"starting the {engine} engine")
     server = stack.enter_context(start(make(model_dir, **wanted, **settings_for(engine))))
     return discover(server.url), model_dir
 
 
 def _train(
-    infos: Sequence[EngineInfo], interrupts: Interrupts, transport: Any, model_dir: str, steps: int, seed: int
+    infos: Sequence[EngineInfo],
+    interrupts: Interrupts,
+    transport: Any,
+    model_dir: str,
+    steps: int,
+    seed: int,
+    dtype: str,
 ) -> Info:
-    """Train with an update at the start and after each step; return the document of ``--json``."""
+    """Train with an update at the start and after each step; return the document of ``--json``.
+
+    Args:
+        dtype: in which engines serve what is trained in float32.
+    """
     import torch
     from tensordict import set_list_to_stack
     from torchrl.collectors.llm import LLMCollector
 
     import torchrl_ext as tx
-    from torchrl_ext.cli.training import Trainer, quiet
+    from torchrl_ext.cli.training import Trainer, quiet, rounded
     from torchrl_ext.rl.versions import MaxLag
 
     quiet()
@@ -147,8 +167,9 @@ def _train(
         stack.enter_context(set_list_to_stack(True))  # as TorchRL's chat environments want it
         note("preparing the model")
         trainer = Trainer(model_dir, seed=seed)
+        cast = None if dtype == "float32" else getattr(torch, dtype)  # else the dtype of training
         verify: bool | str = "outputs" if any(info.stock for info in infos) else True
-        sender = stack.enter_context(tx.WeightSender(transport, tx.connect(*urls), verify=verify))
+        sender = stack.enter_context(tx.WeightSender(transport, tx.connect(*urls), verify=verify, dtype=cast))
         sender.register_model(trainer.model)
         client = tx.InferenceClient(urls, kind=kinds)
         policy = tx.RemoteLLMPolicy(
@@ -178,19 +199,26 @@ def _train(
                 syncs.append(sender.update_weights())
             rewards.append(reward)
             losses.append(loss)
-            version, size = syncs[-1].version, syncs[-1].bytes
-            note(f"step {step}  reward {reward:.3f}  loss {loss:+.4f}  version {version}  {size:,} bytes")
+            note(f"step {step}  reward {reward:.3f}  loss {loss:+.4f}  {_line(syncs[-1])}")
         note("comparing the engine with the trainer")
+        served, prompts = trainer.model if cast is None else rounded(trainer.model, cast), trainer.task.prompts
         found = {
             "on_policy": fresh.seen > 0 and fresh.stale == 0,
-            "weights_equal": syncs[-1].verified and all(_same_weights(trainer.model, url) for url in urls),
-            "greedy_equal": all(_same_greedy(trainer.model, trainer.task.prompts, info) for info in infos),
+            "weights_equal": syncs[-1].verified and all(_same_weights(served, url) for url in urls),
         }
+        if cast is None:
+            found["greedy_equal"] = all(_same_greedy(served, prompts, info) for info in infos)
+            outputs = "greedy continuations equal to the trainer's"
+        else:
+            gap, bound = _gap(served, prompts, sender.engine)
+            found["outputs_close"] = gap <= bound
+            outputs = f"log-probabilities at most {bound:g} nats from the trainer's (they are {gap:.2g} off)"
     verified = all(found.values()) and all(report.verified for report in syncs)
     words = {True: "yes", False: "no"}
     note(f"reward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
-    note(f"engine's weights bit-equal to the trainer's: {words[found['weights_equal']]}")
-    note(f"engine's greedy continuations equal to the trainer's: {words[found['greedy_equal']]}")
+    as_rounded = "" if cast is None else f", rounded to {dtype}"
+    note(f"engine's weights bit-equal to the trainer's{as_rounded}: {words[found['weights_equal']]}")
+    note(f"engine's {outputs}: {words[found.get('greedy_equal', found.get('outputs_close', False))]}")
     note("verified" if verified else "NOT verified")
     return {
         "verified": verified,
@@ -201,6 +229,23 @@ def _train(
         "losses": losses,
         "syncs": [report.to_json() for report in syncs],
     }
+
+
+def _line(report: SyncReport) -> str:
+    """Return an update's version, bytes, pause and proof."""
+    share = f"{report.bytes:,} of {report.model_bytes:,} bytes"
+    live = all(row.commit == "live" for row in report.engines)
+    pause = "no pause" if live else f"paused {1e3 * max(row.pause_s for row in report.engines):.0f} ms"
+    return f"version {report.version}  {share}  {pause}  proof: {report.proof}"
+
+
+def _gap(model: Any, prompts: Sequence[Sequence[int]], fleet: EngineClient) -> tuple[float, float]:
+    """Return how far an engine's log-probabilities of the prompts are from the model's, and may be, in nats."""
+    from torchrl_ext.data.weights.derived import as_source
+    from torchrl_ext.sync.outputs import bound_of, gaps, score
+
+    expected, bound = score(model, prompts), bound_of(as_source(model).params())
+    return max(gaps(expected, engine.logprobs(prompts))[0] for engine in fleet.each()), bound
 
 
 def _same_weights(model: Any, url: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import Field, asdict, fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import typer
@@ -16,27 +16,29 @@ __all__ = ["app"]
 app = typer.Typer()
 
 
-def plan(**facts: Any) -> int:
-    """Recommend an entry point and a transport for a deployment, and say why the others were left out.
+def plan(flags: bool = False, **facts: Any) -> int:
+    """Recommend a transport for a deployment, as a line of Python, and say why the others were left out.
 
     Example: `torchrl-ext plan --heavy --no-group --shared-path /shared`
     """
     found = recommend(**facts)
-    settings = ", ".join(f"{name} {value}" for name, value in found.settings.items())
-    flags = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in found.options.items()
-    ]
-    lines = [f"{found.transport}{f' ({settings})' if settings else ''}"]
-    lines += [f"  {row.goal}: {row.entry_point}" for row in found.answers.values()]
-    lines += [f"  {' '.join(flags)}", "rejected", *(f"  {name}: {why}" for name, why in found.rejected.items())]
-    return answer(asdict(found), *lines)
+    lines = [f"{found}", "what applies", *(f"  {row.goal}" for row in found.answers.values())]
+    lines += ["not chosen", *(f"  {name}: {why}" for name, why in found.rejected.items())]
+    if flags:
+        given = {f"--{name.replace('_', '-')}": value for name, value in found.options.items()}
+        words = " ".join(name if value is True else f"{name} {value}" for name, value in given.items())
+        entries = (f"  {row.entry_point}: {row.goal}" for row in found.answers.values())
+        lines += ["options of slime and vime", f"  {words}", *entries]
+    return answer({**asdict(found), "python": f"{found}"}, *lines)
 
 
-def _option(fact: Field[Any]) -> inspect.Parameter:
-    kind: Any = bool if isinstance(fact.default, bool) else str | None
-    option = Annotated[kind, typer.Option(help=fact.metadata["help"])]
-    return inspect.Parameter(fact.name, inspect.Parameter.KEYWORD_ONLY, default=fact.default, annotation=option)
+def _option(name: str, default: Any, text: str) -> inspect.Parameter:
+    kind: Any = bool if isinstance(default, bool) else str | None
+    option = Annotated[kind, typer.Option(help=text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
 
 
-plan.__signature__ = inspect.Signature([*map(_option, fields(Facts))])  # type: ignore[attr-defined]
+_facts = [_option(fact.name, fact.default, fact.metadata["help"]) for fact in fields(Facts)]
+_flags = _option("flags", False, "also print the options of slime and vime")
+plan.__signature__ = inspect.Signature([*_facts, _flags])  # type: ignore[attr-defined]
 app.command()(plan)

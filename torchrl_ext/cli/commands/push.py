@@ -112,7 +112,10 @@ def check_engines(found: Sequence[EngineInfo], transport: str) -> None:
             )
     kinds = sorted({info.kind for info in found})
     if transport == "native" and len(kinds) > 1:
-        raise ConfigError(f"engines of {' and '.join(kinds)} share no broadcast of their own", expected="one make")
+        raise ConfigError(
+            f"engines of {' and '.join(kinds)} share no broadcast of their own",
+            hint="push to the engines of each make by themselves, or use --transport disk",
+        )
 
 
 def _settings(transport: str, found: Sequence[EngineInfo], given: Info, stack: contextlib.ExitStack) -> Info:

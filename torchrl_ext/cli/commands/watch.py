@@ -29,7 +29,7 @@ app = Typer()
 
 @app.command()
 def watch(
-    targets: Annotated[list[str], Argument(metavar="TARGET...", help="Addresses of engines; paths or URLs of roots.")],
+    targets: Annotated[list[str], Argument(metavar="TARGET...", help="Engines (host:port); paths or URLs of roots.")],
     interval_s: Annotated[float, Option(min=0.05, max=3600, help="From one look to the next, in seconds.")] = 1.0,
     looks: Annotated[
         int | None, Option("--looks", min=1, metavar="N", help="End after so many; with --json after 1 by default.")
@@ -118,7 +118,10 @@ def _root(root: str) -> dict[str, Any]:
 
 def _is_root(target: str) -> bool:
     scheme, separator, _ = target.partition("://")
-    return scheme not in ("http", "https") if separator else "/" in target or os.path.isdir(target)
+    if separator:
+        return scheme not in ("http", "https")
+    named = ":" in target or "." in target or target == "localhost"  # else a directory that may not be there yet
+    return "/" in target or not named or os.path.isdir(target)
 
 
 def _lines(engines: Sequence[Mapping[str, Any]], roots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
