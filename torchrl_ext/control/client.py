@@ -149,7 +149,9 @@ class Update(ABC):
 
 
 class EngineClient(ABC):
-    """Drives one engine, or a fleet; what an update knows lives in its `Update`, so any thread may ask anything.
+    """Controls one engine, or a fleet: pauses and resumes it, takes it through an update, asks how it is.
+
+    Any thread may ask anything at any time, since what an update knows lives in its `Update`.
 
     Every call raises EngineUnreachableError, EngineRefusedError or DeadlineError if the engine gives no answer, or an
     unusable one, or is late. A fleet's EngineError has a row per engine that failed.

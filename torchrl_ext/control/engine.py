@@ -60,6 +60,11 @@ log = logging.getLogger("torchrl_ext")
 _PART = "part of an update"
 _REPLACED = "another sender drives the engine; this call changed nothing"
 _ATTEMPTS = 3
+_REHEARSES = (
+    "%s rehearses an update before its first one, once per start of the engine: it is paused, and loads its model "
+    "several times, which proves that updates lead to the weights of a cold start. The update then goes on by itself; "
+    "spans['rehearse'] of its report has the seconds"
+)
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})
 
@@ -193,7 +198,8 @@ class Steps:
             )
             state = state or error.state or rest.pop("state", "")
             more: dict[str, Any] = {**rest, "state": state}
-            found = restated(error, f"{reason}; {self.port.url} did not {what}", **more)
+            gone = isinstance(error, EngineUnreachableError) and reason.startswith(self.port.url)
+            found = restated(error, reason if gone else f"{reason}; {self.port.url} did not {what}", **more)
             self.row = replace(self.row, error=str(found))
             if isinstance(found, EngineError):
                 found.rows = (self.row,)
@@ -276,7 +282,9 @@ class Engine(EngineClient):
             try:
                 self._now = _Joined(port=self._find())
             except (EngineError, DeadlineError) as error:
-                raise restated(error, f"{error.what.rstrip('.')}; {self.url} did not describe itself") from error
+                gone = isinstance(error, EngineUnreachableError) and error.what.startswith(self.url)
+                what = error.what if gone else f"{error.what.rstrip('.')}; {self.url} did not describe itself"
+                raise restated(error, what) from error
         return self._now
 
     def info(self) -> EngineInfo:
@@ -461,6 +469,7 @@ def _known(tags: Collection[str] | None) -> frozenset[str]:
 
 
 def _rehearse(joined: _Joined, steps: Steps, message: Rehearse) -> list[Info]:
+    log.warning(_REHEARSES, joined.port.url)
     served = steps.pause("rehearse an update")  # False if someone else paused it or put it to sleep
     try:
         answers = _rehearsal(joined, message)  # as slow as loading the weights a few times

@@ -59,9 +59,9 @@ class Fleet(EngineClient):
         flat = _flat(engines)
         urls = [engine.url for engine in flat]
         if len({*urls}) < len(urls):
-            raise ConfigError(f"engine {max(urls, key=urls.count)} is listed twice")
+            raise ConfigError(f"engine {max(urls, key=urls.count)} is listed twice", hint="list each engine once")
         if not (flat or members):
-            raise ConfigError("a fleet needs an engine", expected="at least one, or members")
+            raise ConfigError("a fleet needs an engine", hint="list one at least, or give members=")
         self.engines = tuple(flat)
         self._source, self._make = members, make or _refused
         self._jobs: dict[str, Future[EngineClient]] = {}  # questions that are not answered yet, by address

@@ -132,7 +132,10 @@ def normalise_urls(addresses: Iterable[str]) -> list[str]:
     urls = [normalise_url(address) for address in addresses]
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if not urls or twice:
-        raise ConfigError(f"address {twice[0]} is given twice" if twice else "no engine address was given")
+        raise ConfigError(
+            f"address {twice[0]} is given twice" if twice else "no engine address was given",
+            hint="give the address of each engine once, such as 127.0.0.1:8000",
+        )
     return urls
 
 
@@ -334,14 +337,16 @@ class HTTPSession:
         except aiohttp.ConnectionTimeoutError:  # aiohttp's tracebacks add nothing to any of these errors
             if limit_s <= _CONNECT_S:
                 raise _late(where, limit_s) from None
-            raise _unreachable(self.url, f"no connection within {_CONNECT_S:g} s", _CROWDED) from None
+            raise _unreachable(
+                f"{self.url} does not answer", f"no connection within {_CONNECT_S:g} s", _CROWDED
+            ) from None
         except asyncio.TimeoutError:
             raise _late(where, limit_s) from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise _unreachable(self.url, str(error.certificate_error)) from None
+            raise _unreachable(f"{self.url} does not answer", str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
             unnamed = f"; it names no port, and port {url.port} was tried" if url.explicit_port is None else ""
-            raise _unreachable(self.url, str(error.os_error), _CHECK + unnamed) from None
+            raise _unreachable(f"{self.url} does not answer", str(error.os_error), _CHECK + unnamed) from None
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from None
         if 300 <= answer.status < 400:

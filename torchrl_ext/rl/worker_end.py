@@ -145,7 +145,10 @@ class WorkerTransport:
         """Answer the trainer's next question; return its message, None without one, or the error that it caused."""
         request = self._link.read(within)
         if request is None:
-            raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
+            raise DeadlineError(
+                f"no weights came from {self._link.peer} within {self._timeout_s:g} s",
+                hint="check whether the trainer still sends, or raise the scheme's timeout_s",
+            )
         done: Message | Exception | None = None
         answer: Info = {"answer": {}}
         try:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import final
 
 from torchrl_ext.base.deadline import Deadline, beside
-from torchrl_ext.base.errors import EngineError, UpdateError, WeightSyncError, why
+from torchrl_ext.base.errors import ConfigError, EngineError, UpdateError, WeightSyncError, why
 from torchrl_ext.base.reports import EngineRow, Spans, SyncReport
 from torchrl_ext.base.types import ParamMeta, label_number
 from torchrl_ext.control.client import EngineClient, Manner, Update
@@ -157,6 +157,15 @@ class Connection:
         for one in engine.engines if isinstance(engine, Fleet) else clients:  # the lost ones, too
             row = EngineRow(engine=one.url, kind=one.kind, state="serving", version=known.get(one.url))
             self._rows[one.url] = before.get(one.url, row)
+        name = self._transport.name
+        for its in infos:
+            if its.transports and not its.stock and name not in its.transports:  # a stock engine's port says why
+                raise ConfigError(
+                    f"{its.url} cannot follow by transport {name!r}",
+                    expected=f"one of {', '.join(its.transports)}",
+                    state="nothing was sent, and the engines serve what they did before",
+                    hint="make_transport takes one of these names",
+                )
         within = Deadline(self._transport.timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
             handoff = self._transport.open(found.world_size, params, within)
@@ -176,7 +185,6 @@ class Connection:
                 handoff.transfer(within)
         for client in engine.each():
             _speaks_for[client] = weakref.ref(self)
-        log.info("rehearsing an update on %s, if it has to", engine.url)
         with spans.of("rehearse"):
             engine.rehearse(self._rehearse)
 
@@ -190,9 +198,10 @@ def update_error(
     if len(rows) == 1 and rows[0].engine not in (state or ""):  # a state that names the engine is more precise
         serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold part of another version
         state = f"the engine is {rows[0].state}{f', at version {rows[0].version}' if serves else ''}"
-    counted = len(rows) > 1 and isinstance(error, EngineError) and error.rows  # a fleet's error says how many engines
+    what, counted = why(error), len(rows) > 1 and isinstance(error, EngineError) and error.rows  # a fleet counts
+    named = len(rows) == 1 and rows[0].engine in what  # which says what the only engine did not do
     return UpdateError(
-        why(error) if counted else f"{why(error)}; {version} did not reach every engine",
+        what if counted or named else f"{what}; {version} did not reach every engine",
         report=report,
         rows=tuple(rows),
         expected=known.expected,

@@ -175,7 +175,7 @@ class EngineWorker:
         answers = self._agree(json.dumps(answer))
         if len(set(answers)) > 1:
             what = f"the engine's workers hold different weights: {_by_worker(answers)}"
-            raise EngineRefusedError(what, hint="send them again")
+            raise EngineRefusedError(what, hint="call update_weights again, which sends the whole model")
         return {**answer, "workers": len(answers)}
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:

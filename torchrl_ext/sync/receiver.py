@@ -412,8 +412,9 @@ class WeightReceiver:
         if not self._open:
             raise NotConnectedError(
                 "no weight update is open: none was started, or the engine was resumed or slept since",
-                expected="`Start`, while the engine is paused",
+                expected="a Start message, while the engine is paused",
                 state="nothing was changed",
+                hint="call update_weights again; if it fails so again, something else resumes the engine meanwhile",
             )
 
     def _begin(self) -> None:
@@ -641,7 +642,10 @@ class WeightReceiver:
     def _require_patchable(self) -> Patchable:
         loader = self._require_loader()
         if not isinstance(loader, Patchable):
-            raise ConfigError(f"a {type(loader).__name__} takes whole tensors only, not changes")
+            raise ConfigError(
+                f"a {type(loader).__name__} takes whole tensors only, not changes",
+                hint="use another transport than delta",
+            )
         return loader
 
     def _require_end(self) -> LandingEnd:

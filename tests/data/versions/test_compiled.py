@@ -1,5 +1,7 @@
 """Compiled loops are ready when ends are connected: no update waits for a compiler."""
 
+import time
+
 import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
@@ -77,3 +79,12 @@ def test_loops_compile_in_inference_mode(encoding):
     compiled._compile.cache_clear()
     with torch.inference_mode():
         compiled.compile_loops(encoding, [ParamMeta("w", torch.bfloat16, (3,))])
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_compilation_that_takes_long_is_announced(slow, monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "_QUICK_S", 0.0 if slow else 60.0)
+    monkeypatch.setattr(compiled, "_compile", lambda encoding, width: time.sleep(0.2))
+    compiled.compile_loops("context", [ParamMeta("w", torch.bfloat16, (3,))])
+    words = "compiling the loops of encoding 'context' for elements of 2 byte(s)"
+    assert (words in caplog.text) is slow

@@ -12,6 +12,7 @@ from tests.sync.by_hand import told
 from torchrl_ext.base.deadline import Deadline
 from torchrl_ext.base.messages import Finish, Join, Load, State
 from torchrl_ext.data.landing.loader import as_loader
+from torchrl_ext.data.transports.native import NativeTransport
 from torchrl_ext.data.weights.derived import as_source
 from torchrl_ext.engines.embedded.engine import EmbeddedEngine
 
@@ -59,6 +60,15 @@ def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status,
     """A page of any site can have a browser post text to loopback; for JSON the browser asks the server first."""
     answer = http.post("/prompt_logprobs", **how)
     assert (answer.status_code, words in answer.text) == (status, True), answer.text
+
+
+def test_broadcasts_of_stock_engines_are_refused_before_a_group_is_opened(server, monkeypatch):
+    monkeypatch.setattr(NativeTransport, "_open", None)
+    assert "native" not in tx.discover(server.url)[0].transports
+    sender, refusal = tx.WeightSender(tx.make_transport("native"), server.url), "cannot follow by transport 'native'"
+    with sender, pytest.raises(tx.WeightSyncError, match=refusal) as refused:
+        sender.update_weights(tiny_model(1))
+    assert "collective" in refused.value.expected and "make_transport" in refused.value.hint
 
 
 def test_a_step_out_of_turn_is_refused(http):

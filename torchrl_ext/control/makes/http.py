@@ -50,7 +50,9 @@ class Settings:
             raise ConfigError(f"there is no pause mode {self.pause_mode!r}", expected=f"one of {', '.join(modes)}")
         if self.keep_cache and self.pause_mode != frozen:
             what = f"keep_cache means nothing with pause mode {self.pause_mode!r}"
-            raise ConfigError(what, expected=f"pause_mode={frozen!r}")
+            raise ConfigError(
+                what, expected=f"pause_mode={frozen!r}", hint="leave keep_cache out, or pause in that mode"
+            )
 
 
 class HTTPPort(Port):
@@ -118,14 +120,16 @@ class HTTPPort(Port):
         try:
             return {str(row["id"]): str(row["root"]) for row in answer["data"] if row.get("parent")}
         except (AttributeError, KeyError, TypeError) as error:
-            raise EngineRefusedError(f"{self.url}/v1/models answered {answer!r:.200}", expected="models") from error
+            raise EngineRefusedError(
+                f"{self.url}/v1/models answered {answer!r:.200}", expected="a list of models"
+            ) from error
 
     def load_adapter(self, name: str, path: str) -> None:
         before = self.adapters().get(name)
         try:
             self._replace_adapter(name, path, before)
             if self.adapters().get(name) != path:
-                raise EngineRefusedError(f"{self.url} does not list it after it was loaded")
+                raise EngineRefusedError(f"{self.url} does not list adapter {name!r} after loading it")
         except (EngineRefusedError, DeadlineError) as error:
             raise restated(error, error.what, self._serving_now(name), hint=self.lora_needs) from error
 
@@ -205,8 +209,8 @@ class StockPort(HTTPPort):
             case Inspect():
                 raise EngineRefusedError(f"{self.url} runs {self.lacking}", expected=self.wanted, hint=self.hint)
             case Prefetch() if message.part is not None:
-                words = "engines without our plugin take whole versions only"
-                raise EngineRefusedError(words, state="nothing was changed")
+                words = f"{self.url} runs without our plugin, and takes whole versions only"
+                raise EngineRefusedError(words, state="nothing was changed", hint=f"leave only= out, or {self.hint}")
             case Verify():
                 words = f"{self.url} runs without our plugin, and cannot prove which weights it holds"
                 raise ConfigError(words, hint=self.hint)

@@ -154,10 +154,10 @@ def parse_plans(content: Any, *, hf_checkpoint: str | Path | None = None) -> tup
     try:
         ((kind, rows),) = msgspec.convert(content, _Models).items()
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the models cannot be read: {error}", hint="docs/operations.md lists the keys") from None
+        raise ConfigError(f"the models cannot be read: {error}", hint="docs/start_engine.md lists the keys") from None
     engines.part(kind, "server")  # raises for a kind without a server, and lists those with one
     if len({row.name for row in rows}) < len(rows):
-        raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
+        raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}", hint="rename one")
     devices = itertools.count()
     return tuple(_planned(kind, row, hf_checkpoint, devices) for row in rows)
 

@@ -86,7 +86,9 @@ class RemoteStore(Store):
 
             self._fs, path = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            hint = "install fsspec and the package of this protocol, as 'torchrl_ext[s3]' does for s3://"
+            hint = "install fsspec and the package of this protocol"
+            if url.startswith("s3:"):
+                hint = "pip install 'torchrl_ext[s3]'"
             raise ConfigError(f"{url} cannot be opened: {error}", hint=hint) from error
         self.url, self._path = url.rstrip("/"), path.rstrip("/")
 

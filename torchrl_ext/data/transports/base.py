@@ -239,7 +239,7 @@ class Transport(ABC):
 
     @abstractmethod
     def check_connection(self) -> bool:
-        """Return whether this end is connected."""
+        """Return whether this end is connected, as from `open` on; after False the sender has all engines join anew."""
 
     def close(self) -> None:  # noqa: B027 - files connect nobody
         """End the connection, and every wait in it, here and at the workers; `open` begins anew. Twice is allowed."""

@@ -204,7 +204,7 @@ class CollectiveWorker(GroupWorker):
 
 
 class VLLMCollectiveTransport(StandaloneTransport):
-    """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up).
+    """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up), by NCCL on GPUs or gloo on CPUs.
 
     This is only the data layer; the caller pauses and resumes engines.
 

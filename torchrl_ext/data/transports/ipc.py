@@ -104,12 +104,12 @@ class _Staged:
 
 
 class IPCTransport(VLLMCollectiveTransport):
-    """Packs weights into one staging buffer, whose two halves are filled in turn, and hands it over by handle.
+    """Hands weights to workers on the same machine through shared memory (CPU) or CUDA IPC (GPU).
 
-    While workers copy one half into their parameters, the trainer fills the other. On a CPU the buffer is anonymous
-    shared memory, on a GPU an allocation that both open; every worker, of however many engines, maps the same one.
-    Neither has a name that could outlive its processes. The trainer owns the buffer until `shutdown`; workers map it
-    only while they receive.
+    One staging buffer has two halves: while workers copy one half into their parameters, the trainer fills the other.
+    On a CPU the buffer is anonymous shared memory, on a GPU an allocation that both open; every worker, of however many
+    engines, maps the same one. Neither has a name that could outlive its processes. The trainer owns the buffer until
+    `shutdown`; workers map it only while they receive.
 
     Args:
         master_port: port of the trainer's store, at 127.0.0.1; 0 picks a free one, which a control layer passes on.

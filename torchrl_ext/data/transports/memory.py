@@ -42,7 +42,7 @@ class MemoryOffer(Wire, frozen=True, kw_only=True):
 
 
 class MemoryTransport(StandaloneTransport):
-    """Passes copies of tensors through a dictionary of this process.
+    """Passes copies of tensors to workers in the same process, through a dictionary.
 
     Args:
         channel: ends with the same channel name connect; by default an instance has a channel of its own.

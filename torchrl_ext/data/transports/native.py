@@ -320,6 +320,7 @@ class NativeTransport(VLLMCollectiveTransport):
             raise ConfigError(
                 f"engines of make {make!r} have no broadcast of their own that this library knows",
                 expected=" or ".join(map(repr, MAKES)),
+                hint="for an engine with torchrl_ext use transport 'collective'",
             )
         where = (master_address, master_port, rank, world_size, device)
         super().__init__(*where, backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -25,7 +27,11 @@ from torchrl_ext.data.weights.source import MappingSource
 
 __all__ = ["compile_loops"]
 
+log = logging.getLogger("torchrl_ext")
+
 _DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_QUICK_S = 3.0  # loading them from numba's cache takes less
+_COMPILES = "compiling the loops of encoding %r for elements of %d byte(s): some ten seconds, once per machine"
 _APART = (50, 2, 1)  # elements from one that changes to the next, in each version
 _SMALL, _LARGE = 4096, (1 << 17) + 64  # one that is copied beside others, and one that is scanned where it lies
 
@@ -43,7 +49,13 @@ def compile_loops(encoding: str, params: Iterable[ParamMeta]) -> None:
             widths.add(unit_of(dtype).width)
     for width in sorted(widths):
         for kind in ("ulp", "bitmap") if encoding == "auto" else (encoding,):
-            _compile(kind, width)
+            slow = threading.Timer(_QUICK_S, log.warning, (_COMPILES, kind, width))
+            slow.daemon = True
+            slow.start()
+            try:
+                _compile(kind, width)
+            finally:
+                slow.cancel()
 
 
 @functools.cache

@@ -21,11 +21,12 @@ from torchrl_ext.base.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.data.landing.loader import TensorsLoader
 from torchrl_ext.data.weights.source import named_tensors
 from torchrl_ext.engines.embedded.scheduler import Scheduler
-from torchrl_ext.sync.inspection import followed, inspect
+from torchrl_ext.sync import inspection
+from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.outputs import score
 from torchrl_ext.sync.receiver import WeightReceiver
 
-__all__ = ["EmbeddedEngine"]
+__all__ = ["EmbeddedEngine", "followed"]
 
 _BUSY_S = 30.0  # how long a control call waits for the previous one
 _SEND_AGAIN = "send the weights again; the next complete update resumes the engine"
@@ -155,7 +156,7 @@ class EmbeddedEngine:
                 answer = self._receiver.handle(message)
                 return {"paused": self.scheduler.paused, "asleep": sorted(self.asleep), **answer}
             case Inspect():
-                return inspect(message)
+                return {**inspect(message), "transports": followed()}
             case Join(transport=name) if name not in (known := followed()):
                 raise ConfigError(
                     f"the embedded engine cannot follow by transport {name!r}", expected=f"one of {', '.join(known)}"
@@ -275,6 +276,11 @@ class EmbeddedEngine:
             yield
         finally:
             self._control.release()
+
+
+def followed() -> list[str]:
+    """Return the names of the transports that this engine supports: not ``native``, as it has no wire of its own."""
+    return [name for name in inspection.followed() if name != "native"]
 
 
 def _load_model(model: str, dtype: str) -> Any:

@@ -36,10 +36,9 @@ from torchrl_ext.base.errors import (
 from torchrl_ext.base.messages import answered
 from torchrl_ext.base.routes import CALL, Guard
 from torchrl_ext.base.types import Info, decoded
-from torchrl_ext.engines.embedded.engine import EmbeddedEngine
+from torchrl_ext.engines.embedded.engine import EmbeddedEngine, followed
 from torchrl_ext.engines.embedded.sampling import GenerateRequest, Token
 from torchrl_ext.engines.update_from_disk import PATH, DiskLoads, handler
-from torchrl_ext.sync.inspection import followed
 
 __all__ = ["make_app", "read_json"]
 

@@ -124,7 +124,7 @@ class ModulePort(LocalPort):
 
     def call(self, message: Message) -> list[Info]:
         if isinstance(message, (Start, Load)) and self.serving.is_set():
-            raise EngineRefusedError(f"{self.url} serves", expected="a paused engine", state="nothing was changed")
+            raise EngineRefusedError(f"{self.url} is not paused", state="nothing was changed", hint="call pause first")
         return super().call(message)
 
     def paused(self) -> bool:
