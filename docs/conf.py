@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import shutil
+import sys
 from pathlib import Path
 
 project = "torchrl_ext"
@@ -26,7 +27,10 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+_NOT_OURS = (
+    "Module,TensorDictModuleBase,WeightSyncScheme,WeightUpdaterBase,Transform,Struct,BaseException,tuple,str,Enum"
+)
+autodoc_default_options = {"members": True, "show-inheritance": True, "inherited-members": f"{_NOT_OURS},object"}
 default_role = "code"  # a single backtick in a docstring is code
 napoleon_use_ivar = True
 smartquotes_action = "qe"  # two hyphens begin an option
@@ -62,6 +66,30 @@ def explained(owners):
     return texts
 
 
+def public_rows():
+    """Yield a row for each name of the package, in the order of `torchrl_ext.__all__`: a link, and what it is."""
+    import torchrl_ext as tx
+
+    for name in tx.__all__:
+        found = getattr(tx, name)
+        if isinstance(found, str):
+            continue  # the version
+        role, home = "mod", getattr(found, "__module__", None)
+        if home is not None:
+            role = "class" if inspect.isclass(found) else "func"
+        target = f"{home}.{name}" if home is not None else found.__name__
+        summary = inspect.getdoc(found).partition("\n")[0].replace("``", "`")
+        yield f"| {{{role}}}`tx.{name} <{target}>` | {summary} |"
+
+
+def public_first():
+    """Have the page of a module begin with the names of the package: autodoc follows ``__all__``."""
+    import torchrl_ext as tx
+
+    for home in {getattr(getattr(tx, name), "__module__", "") for name in tx._HOME} - {""}:
+        sys.modules[home].__all__.sort(key=lambda name: name not in tx._HOME)
+
+
 def command_lines(name):
     """Yield the reference of one command, or of each of its actions, as lines of Markdown read off its typer app."""
 
@@ -86,7 +114,7 @@ def command_lines(name):
 
 
 def setup(app):
-    """Adds ``config-fields`` and ``cli-command``: tables of settings and options, read off the code at build time."""
+    """Adds ``config-fields``, ``cli-command`` and ``public-names``: tables that are read off the code at build time."""
     from docutils import nodes
     from docutils.parsers.rst import Directive
     from docutils.statemachine import StringList
@@ -116,6 +144,12 @@ def setup(app):
             self.state.nested_parse(StringList(list(command_lines(self.arguments[0]))), 0, reference)
             return reference.children
 
+    class PublicNames(Directive):
+        def run(self):
+            table = nodes.container()
+            self.state.nested_parse(StringList(["| name | |", "|---|---|", *public_rows()]), 0, table)
+            return table.children
+
     def link_notebooks(app, page, source):
         """Make links work that point from ``docs/`` to ``tutorials/`` in the repository, and back."""
         source[0] = source[0].replace("](../tutorials/", "](tutorials/").replace("](../docs/", "](../")
@@ -127,5 +161,7 @@ def setup(app):
     app.connect("source-read", link_notebooks)
     app.add_directive("config-fields", ConfigFields)
     app.add_directive("cli-command", CliCommand)
+    app.add_directive("public-names", PublicNames)
+    public_first()
     shutil.rmtree(NOTEBOOKS, ignore_errors=True)
     shutil.copytree(NOTEBOOKS.parents[1] / "tutorials", NOTEBOOKS)  # Sphinx reads nothing outside its folder

@@ -81,26 +81,26 @@ def arrow(path: str, kind: str = "line") -> str:
 
 def update() -> str:
     """Return one update by delta in time, with the spans of its report."""
-    trainer, weights, requests, spans = 64, 166, 218, 288  # the tops of rows
-    encode, publish, prefetch, commit, over = 226, 344, 432, 624, 766  # when phases begin
-    begin, end = 132, 944
+    trainer, weights, requests, spans = 76, 192, 268, 346  # the tops of rows
+    encode, publish, prefetch, commit, over = 74, 190, 270, 386, 518  # when phases begin
+    begin, end = 16, 624
 
     def span(left: int, right: int, row: int, name: str) -> str:
         y, middle = spans + 38 * row, (left + right) // 2
         return f'<path class="line" d="M{left + 3} {y}v6h{right - left - 6}v-6"/>' + text(middle, y + 23, name, "code")
 
     return picture(
-        960,
-        370,
+        640,
+        420,
         "One update in time: the trainer encodes and publishes, the engine fetches while it generates, and commits and "
         "verifies between two of its steps",
-        text(16, 34, "One update by delta: the commit falls between two steps", "title left"),
-        text(846, 33, "time, not to scale", "small") + arrow("M918 28h24"),
-        rect("lane", 8, trainer - 12, 944, HEIGHT + 24),
-        rect("lane", 8, weights - 12, 944, requests + HEIGHT - weights + 24),
-        text(20, trainer + 27, "trainer", "bold left"),
-        text(20, weights + 17, "engine", "bold left") + text(20, weights + 36, "its weights", "small left"),
-        text(20, requests + 27, "its requests", "small left"),
+        text(16, 34, "One update by delta", "title left"),
+        text(520, 33, "time, not to scale", "small") + arrow("M594 28h30"),
+        rect("lane", 8, 48, 624, trainer + HEIGHT + 8 - 48),
+        rect("lane", 8, weights - 28, 624, requests + HEIGHT + 8 - weights + 28),
+        text(18, trainer - 8, "trainer", "bold left"),
+        text(18, weights - 8, "engine, its weights", "bold left"),
+        text(18, requests - 8, "its requests", "bold left"),
         box("trainer", begin, encode, trainer, "train"),
         box("trainer", encode, publish, trainer, "encode", "what changed"),
         box("trainer", publish, prefetch, trainer, "publish"),
@@ -114,9 +114,9 @@ def update() -> str:
         text((commit + over) // 2, requests + 13, "next step waits", "small"),
         box("engine", over, end, requests, "version 8"),
         arrow(f"M{prefetch - 20} {trainer + HEIGHT + 1}V{weights + 21}h20"),
-        arrow(f"M{commit} {trainer + 23}V{weights - 3}") + text(commit - 36, 144, "commit", "small"),
-        arrow(f"M{over} {weights - 3}V{trainer + HEIGHT + 4}") + text(over + 36, 144, "digest", "small"),
-        text(20, spans + 14, "report.spans", "code left"),
+        arrow(f"M{commit} {trainer + 23}V{weights - 3}") + text(commit - 36, 151, "commit", "small"),
+        arrow(f"M{over} {weights - 3}V{trainer + HEIGHT + 4}") + text(over + 36, 151, "digest", "small"),
+        text(18, spans + 22, "spans", "code left"),
         span(encode, prefetch, 0, "prepare"),
         span(prefetch, commit, 0, "prefetch"),
         span(commit, over, 0, "commit"),
@@ -126,33 +126,36 @@ def update() -> str:
 
 def layers() -> str:
     """Return the two layers, and the process in which each part lives."""
-    control, data, tall = 112, 232, 70  # the tops of the layers' boxes
+    left, right, tall = (50, 250), (390, 590), 66
+    ends, control, data = 158, 256, 360  # the tops of boxes
+    middle = sum((*left, *right)) // 4
+
+    def wire(top: int, name: str, above: str, below: str, kind: str = "line") -> str:
+        lines = text(middle, top + 10, name) + text(middle, top + 30, above, "small")
+        return lines + arrow(f"M{left[1]} {top + 39}H{right[0] - 2}", kind) + text(middle, top + 58, below, "small")
+
     return picture(
-        960,
-        346,
+        640,
+        462,
         "Two layers between trainer and engine: a control layer that calls the engine, a data layer that moves the "
         "bytes, and a sender and a receiver in which they meet",
-        text(16, 34, "Control and data travel apart, and meet only in the sender and the receiver", "title left"),
-        rect("frame", 12, 52, 372, 280) + text(198, 74, "trainer process"),
-        rect("frame", 576, 52, 372, 280) + text(762, 74, "engine, each worker"),
-        rect("lane", 198, control - 22, 564, tall + 34) + text(480, control - 3, "control layer"),
-        rect("lane", 198, data - 22, 564, tall + 34) + text(480, data - 3, "data layer"),
-        box("trainer", 20, 172, 90, "policy", "or any source"),
-        box("trainer", 20, 172, 172, "WeightSender", "versions, order,", "deadlines, report", height=142),
-        arrow("M96 134V170"),
-        box("trainer", 208, 380, control, "EngineClient", "one engine or a fleet", height=tall),
-        box("trainer", 208, 380, data, "Transport", "the trainer's end", height=tall),
-        arrow(f"M172 {control + 70}h18v-26h16") + arrow(f"M172 {data + 36}h34"),
-        arrow(f"M382 {control + 36}h196"),
-        text(480, control + 27, "HTTP, Ray, a call", "small") + text(480, control + 56, "pause, load, resume", "small"),
-        arrow(f"M382 {data + 36}h196", "line thick"),
-        text(480, data + 24, "NCCL, gloo, files,", "small") + text(480, data + 60, "S3, shared memory", "small"),
-        box("engine", 580, 752, control, "Plugin", "the engine's routes", height=tall),
-        box("engine", 580, 752, data, "LandingEnd", "the worker's end", height=tall),
-        box("engine", 788, 940, 172, "WeightReceiver", "checks, lands,", "proves", height=142),
-        arrow(f"M752 {control + 44}h18v26h16") + arrow(f"M752 {data + 36}h34"),
-        box("engine", 788, 940, 90, "model", "live parameters"),
-        arrow("M864 170V136"),
+        text(16, 34, "Control and data meet in sender and receiver", "title left"),
+        rect("frame", 12, 52, 254, 398) + text(150, 74, "trainer process"),
+        rect("frame", 374, 52, 254, 398) + text(490, 74, "engine, each worker"),
+        *(rect("lane", 42, top - 8, 556, tall + 20) for top in (control, data)),
+        box("trainer", *left, 86, "policy", "or any source") + arrow(f"M150 130V{ends - 2}"),
+        box("trainer", *left, ends, "WeightSender", "versions, order,", "deadlines, report", height=tall),
+        box("trainer", *left, control, "EngineClient", "one engine or a fleet", height=tall),
+        box("trainer", *left, data, "Transport", "the trainer's end", height=tall),
+        arrow(f"M50 {ends + 33}H28V{control + 33}h22") + arrow(f"M28 {control + 33}V{data + 33}h22"),
+        wire(control, "control layer", "HTTP, Ray, a call", "pause, load"),
+        wire(data, "data layer", "NCCL, gloo, files", "S3, memory", "line thick"),
+        box("engine", *right, control, "Plugin", "the engine's routes", height=tall),
+        box("engine", *right, data, "LandingEnd", "the worker's end", height=tall),
+        arrow(f"M590 {control + 33}h22V{ends + 33}h-22"),
+        f'<path class="line" d="M590 {data + 33}h22V{control + 33}"/>',
+        box("engine", *right, ends, "WeightReceiver", "checks, lands,", "proves", height=tall),
+        box("engine", *right, 86, "model", "live parameters") + arrow(f"M490 {ends}V130"),
     )
 
 
@@ -226,7 +229,7 @@ def rooms() -> str:
     """Return the nine rooms on their floors, and the numbers of the stops that one weight makes in them."""
     tall, gap, numbers = 72, 18, stops()
     floors = [52 + (tall + gap) * number for number in range(6)]  # from the highest one down
-    left, middle, right = 84, 514, 944
+    left, middle, right = 56, 342, 628
     half, rest, whole = (left, middle - 6), (middle + 6, right), (left, right)
 
     def room(kind: str, row: int, sides: tuple[int, int], name: str, words: str) -> str:
@@ -234,22 +237,22 @@ def rooms() -> str:
         return box(kind, *sides, floors[row], name, words, *more, height=tall)
 
     def floor(row: int) -> str:
-        return rect("lane", 8, floors[row] - 8, 944, tall + 16) + text(40, floors[row] + tall // 2 + 6, f"{6 - row}")
+        return rect("lane", 8, floors[row] - 8, 624, tall + 16) + text(32, floors[row] + tall // 2 + 6, f"{6 - row}")
 
     return picture(
-        960,
+        640,
         floors[5] + tall + 20,
         "Nine rooms on six floors: base; data and control; sync, where they meet; engines, rl; compat, testing; cli",
-        text(16, 34, "Nine rooms, each of which imports lower floors only, and one weight's stops", "title left"),
+        text(16, 34, "Nine rooms, and one weight's stops", "title left"),
         *(floor(row) for row in range(6)),
         room("plain", 0, whole, "cli", "torchrl-ext: commands, measurements"),
-        room("plain", 1, half, "compat", "words of slime, vime, SkyRL, vLLM, Megatron"),
-        room("plain", 1, rest, "testing", "what others run: contracts, the judge of an engine"),
-        room("engine", 2, half, "engines", "inside vLLM, SGLang and our own engine"),
-        room("trainer", 2, rest, "rl", "TorchRL: schemes, updaters, policies"),
+        room("plain", 1, half, "compat", "slime, vime, SkyRL, vLLM, Megatron"),
+        room("plain", 1, rest, "testing", "contracts, the judge of an engine"),
+        room("engine", 2, half, "engines", "inside vLLM, SGLang, our own"),
+        room("trainer", 2, rest, "rl", "TorchRL: schemes, policies"),
         room("stopped", 3, whole, "sync", "where both layers meet: sender, receiver, engine worker"),
-        room("engine", 4, half, "data", "bytes: sources, deltas, versions, transports"),
-        room("trainer", 4, rest, "control", "calls: engines, fleets, routers, requests"),
+        room("engine", 4, half, "data", "bytes: deltas, versions, transports"),
+        room("trainer", 4, rest, "control", "calls: engines, fleets, requests"),
         room("plain", 5, whole, "base", "words: errors, messages, deadlines, reports, names"),
     )
 

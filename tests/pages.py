@@ -214,10 +214,10 @@ def _plan():
     return {}
 
 
-def _module():
+def _transports():
     from tests.models import tiny_model
 
-    return {"base": tiny_model(0)}
+    return {"bridge": _Bridge(), "rank": 0, "base": tiny_model(0)}
 
 
 def _loop():
@@ -229,7 +229,6 @@ _MORE = {
     "torchrl": _collectors,
     "quickstart": _loop,
     "migrate": lambda: {"collector": _Collector()},
-    "operations": _plan,
-    "sharded": lambda: {"bridge": _Bridge(), "rank": 0},
-    "lora": _module,
+    "start_engine": _plan,
+    "transports": _transports,
 }

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import operator
 import os
 import re
@@ -18,7 +19,6 @@ import pytest
 import torch
 import typer
 
-import torchrl_ext as tx
 from tests.compat.vllm_api import TRLs
 from tests.control.ray_cluster import two_nodes
 from tests.engines.embedded import EmbeddedServer
@@ -39,9 +39,10 @@ ACCELERATORS = 4
 RANK = """
 import os, sys
 from tests.pages import ROOT, run
-rank, port, checkpoint, url = sys.argv[1:]
+rank, port, checkpoint, url, page = sys.argv[1:]
 os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # as torchrun does
-run(ROOT / "docs/sharded.md", [url], checkpoint, plain=False, needing=True)
+needing = "torchrun" if "transports" in page else "two processes"
+run(ROOT / f"{page}.md", [url], checkpoint, plain=False, needing=needing)
 """
 
 
@@ -75,18 +76,27 @@ def ray_address(s3):
 
 @pytest.mark.exhaustive  # many processes that each import everything; .ci/run runs it
 def test_the_blocks_for_ray_run_in_a_cluster(ray_address, urls, checkpoint):
-    on_servers("engines", checkpoint, what="ray")
+    on_servers("start_engine", checkpoint, what="ray")
     on_servers("torchrl", checkpoint, urls[0], what="ray")
 
 
-def test_sharded_trainer_page_runs_on_two_ranks(urls, checkpoint):
+@pytest.mark.parametrize("page", ["docs/transports", "docs/quickstart"])
+def test_pages_for_two_ranks_run_on_them(page, urls, checkpoint):
     port = free_port()
     with ExitStack() as stack:
-        ranks = [stack.enter_context(running_python(RANK, rank, port, checkpoint, urls[0])) for rank in range(2)]
+        ranks = [stack.enter_context(running_python(RANK, rank, port, checkpoint, urls[0], page)) for rank in range(2)]
         statuses = [child.wait(WAIT_S) for child in ranks]
         said = [child.stdout.read() for child in ranks]
     assert statuses == [0, 0], said
-    assert said[0] and not said[1]
+    assert said[0]
+    assert page == "docs/quickstart" or not said[1]  # there both ranks print
+
+
+@pytest.mark.exhaustive  # two engines that start; the other blocks of the page run at any call
+def test_the_page_about_log_probabilities_tells_a_planted_fault(urls, checkpoint):
+    page = ROOT / "docs/logprobs.md"
+    program = "import sys; from tests.pages import run; run(sys.argv[1], sys.argv[3:], sys.argv[2], needing=True)"
+    python(program, page, checkpoint, *urls, timeout_s=300)
 
 
 class TRLsClient(TRLs):
@@ -103,7 +113,7 @@ def test_the_object_for_trl_lets_a_server_follow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo.async_grpo_trainer", SimpleNamespace(**ours))
     vllms = SimpleNamespace(ParamMeta=namedtuple("ParamMeta", ("name", "dtype", "shape")))
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", vllms)
-    (block,) = [block for block in blocks(ROOT / "docs/vllm_api.md") if block.needs == "TRL"]
+    (block,) = [block for block in blocks(ROOT / "docs/migrate.md") if block.needs == "TRL"]
     exec(block.code.replace("/shared/updates", str(tmp_path)), space := {})
     model, accelerator = torch.nn.ParameterDict(), SimpleNamespace(unwrap_model=lambda model: model)
     with FakeEngine("vllm") as fake:
@@ -177,6 +187,14 @@ def test_every_picture_is_what_the_script_draws():
         assert (script["IMAGES"] / f"{name}.svg").read_text() == drawn(), f"{name}.svg: run draw.py"
 
 
+def test_figure_of_the_recipe_shows_the_stored_run():
+    drawing = runpy.run_path(str(ROOT / "docs" / "draw_grpo.py"))
+    document = json.loads((ROOT / "docs" / "grpo.json").read_text())
+    assert (drawing["FOLDER"] / "img" / "grpo.svg").read_text() == drawing["plot"](document), "run draw_grpo.py"
+    curves = [row["rewards"] for row in document["rows"] if row["seed"] == 0]
+    assert len(curves) == 3 and curves[0] == curves[1] == curves[2], "the page says that transports change nothing"
+
+
 def test_tables_have_a_row_for_everything_that_there_is():
     """README's transports, the flags of slime and vime with a help text each, error classes, names of the package."""
     table = (ROOT / "README.md").read_text().partition("\n| transport |")[2].partition("\n\n")[0]
@@ -185,14 +203,15 @@ def test_tables_have_a_row_for_everything_that_there_is():
     assert "```{config-fields} flags\n" in (ROOT / "docs" / "migrate.md").read_text()
     assert all(option.metadata["help"] for option in dataclasses.fields(WeightUpdateConfig))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE) == [
+    named = (ROOT / "docs" / "operations.md").read_text().partition("\n### Error classes\n")[2].partition("\n### ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", named, re.MULTILINE) == [
         kind.__name__ for kind in kinds if issubclass(kind, errors.WeightSyncError)
     ]
-    assert set(re.findall(r"`tx\.(\w+)`", (ROOT / "docs" / "api.md").read_text())) == {*tx.__all__} - {"__version__"}
+    assert "\n```{public-names}\n" in (ROOT / "docs" / "reference.md").read_text()
 
 
-def test_cli_page_has_each_command_and_examples_that_parse():
-    page = (ROOT / "docs" / "cli.md").read_text()
+def test_reference_has_each_command_and_examples_that_parse():
+    page = (ROOT / "docs" / "reference.md").read_text()
     assert re.findall(r"^```{cli-command} (\w+)$", page, re.MULTILINE) == list(COMMANDS)
     examples = re.findall(r"`torchrl-ext (?!--)([^`]+)`", page)
     assert [example.split()[0] for example in examples if " " in example or example == "demo"] == list(COMMANDS)
@@ -203,7 +222,7 @@ def test_cli_page_has_each_command_and_examples_that_parse():
         command.make_context(name, words)
 
 
-def test_troubleshooting_page_quotes_only_messages_of_the_source():
+def test_operations_page_quotes_only_messages_of_the_source():
     """An f-string counts as its text with three dots for each value, so that dots of the page match them, too."""
     messages = set()
     for path in (ROOT / "torchrl_ext").rglob("*.py"):
@@ -213,7 +232,7 @@ def test_troubleshooting_page_quotes_only_messages_of_the_source():
                 messages.add("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 messages.add(node.value)
-    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## Messages\n")[2]
+    page = (ROOT / "docs" / "operations.md").read_text().partition("\n### Messages\n")[2]
     quoted = re.findall(r"^\| `(?:\.\.\.[:;] (?:\.\.\. )?)?([^`]+)` \|", page, re.MULTILINE)  # without where and why
     assert len(quoted) > 20
     gone = [

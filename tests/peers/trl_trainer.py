@@ -21,7 +21,8 @@ from tests.pages import ROOT, blocks
 def backend_of(root):
     """The object of the page, which also prints its reports."""
     space = {}
-    exec(blocks(ROOT / "docs/vllm_api.md")[1].code.replace("/shared/updates", root), space)
+    (block,) = [block for block in blocks(ROOT / "docs/migrate.md") if block.needs == "TRL"]
+    exec(block.code.replace("/shared/updates", root), space)
 
     class Backend(space["Backend"]):
         def send_weights(self, iterator):

@@ -38,4 +38,4 @@ def test_update_after_manual_sleep_wakes_engine_and_sends_all(vllm, tmp_path):
 
 
 def test_the_page_about_engines_of_the_trainers_machine(vllm, checkpoint):
-    on_servers("engines", checkpoint, vllm.url, what="vllm")
+    on_servers("start_engine", checkpoint, vllm.url, what="vllm")

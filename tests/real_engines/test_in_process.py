@@ -42,10 +42,10 @@ def test_async_llm_switches_weights_between_and_within_requests(tmp_path, checkp
     run(tmp_path, "online", *checkpoints)
 
 
-def test_engines_docs_page_runs_in_vllm_process(tmp_path):
+def test_start_engine_page_runs_in_vllm_process(tmp_path):
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
     settings = {"VLLM_CPU_CI_ENV": "1"}  # vLLM's own, for tests: it captures graphs and leaves out their compiler
-    run(tmp_path, "page", ROOT / "docs/engines.md", checkpoint, **settings)
+    run(tmp_path, "page", ROOT / "docs/start_engine.md", checkpoint, **settings)
 
 
 @pytest.mark.parametrize("program", ["labels", "failures", "namespaces"])

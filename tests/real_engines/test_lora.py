@@ -82,5 +82,5 @@ def test_two_versions_and_one_that_is_refused(kind, request, tmp_path):
             logprobs(engine, LONG, NAME)
 
 
-def test_the_page_about_lora(stock_vllm, stock_sglang, checkpoint):
-    on_servers("lora", checkpoint, stock_vllm.url, stock_sglang.url)
+def test_the_block_about_adapters(stock_vllm, stock_sglang, checkpoint):
+    on_servers("transports", checkpoint, stock_vllm.url, stock_sglang.url, what="vllm and sglang with lora")

@@ -17,7 +17,6 @@ from tests.routers import settings_for_router
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.control.serving.routing import Routing
-from torchrl_ext.control.serving.server import RouterProcess
 
 pytestmark = pytest.mark.engine
 
@@ -147,6 +146,4 @@ def test_frozen_rollouts_go_on_after_update_with_versions(client, fleet, now):
 
 @behind_vllm
 def test_the_page_about_routers(fleet, checkpoint):
-    urls = [served.url for served in fleet]
-    with RouterProcess(urls, **settings_for_router("vllm")) as router:
-        on_servers("operations", checkpoint, *urls, router.url)
+    on_servers("start_engine", checkpoint, *(served.url for served in fleet), what="router")

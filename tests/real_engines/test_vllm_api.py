@@ -1,6 +1,6 @@
 """Trainers that know only vLLM's API drive a real vLLM by our backend's name, in vLLM's own environment.
 
-They run the blocks of docs/vllm_api.md.
+They run the blocks of docs/migrate.md.
 """
 
 import json

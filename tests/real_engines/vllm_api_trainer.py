@@ -36,10 +36,10 @@ def main(rank, world, port, url, transport, settings, seeds):
     space = {"rank": rank, "model": model}
 
     def first():
-        """Make the engine and send: for delta by the first block of the page."""
+        """Make the engine and send: for delta by the block of the page."""
         if transport == "delta":
-            code = blocks(ROOT / "docs/vllm_api.md")[0].code
-            exec(code.replace("/shared/updates", settings["root"]).replace("http://10.0.0.5:8000", url), space)
+            (block,) = [one for one in blocks(ROOT / "docs/migrate.md") if one.needs == "a trainer with vLLM"]
+            exec(block.code.replace("/shared/updates", settings["root"]).replace("http://10.0.0.5:8000", url), space)
             return space["report"]
         told = TorchRLExtTrainerInitInfo(transport, settings, rank=rank)
         client = HTTPVLLMWeightSyncClient(url)

@@ -31,11 +31,11 @@ class CourierTransport(StandaloneTransport):
         self._host, self._port, self._token, self._server = host, port, token or secrets.token_hex(16), None
         self._pages: dict[str, bytes] = {}
 
-    def open(self, workers, params, within):
+    def open(self, workers, params, within):  # engines join: `info` reaches `join` in each of their workers
         self._serve()
         return Handoff(info={"url": f"http://{self._host}:{self._server.server_port}/{self._token}"})
 
-    def prepare(self, update, within):
+    def prepare(self, update, within):  # while engines generate
         self._serve()
         tensors = {meta.name: tensor.cpu().contiguous().clone() for meta, tensor in checked(update.source)}
         newest = {"version": update.version, "params": [meta.to_json() for meta in update.params]}
@@ -50,12 +50,12 @@ class CourierTransport(StandaloneTransport):
         return Handoff(served=served)
 
     @classmethod
-    def join(cls, info, here, within):
+    def join(cls, info, here, within):  # in an engine's worker, which is number `here.rank` of all engines
         worker = CourierWorker(info["url"])
         worker.fetch("newest", within)  # a trainer that cannot be reached is found out before any pause
         return worker
 
-    def attend(self, within):
+    def attend(self, within):  # in a worker without an engine, which nobody invites
         return CourierWorker(f"http://{self._host}:{self._port}/{self._token}")
 
     def check_connection(self):
@@ -81,14 +81,14 @@ class CourierWorker(StandaloneEnd):
     def __init__(self, url: str):
         self._url = url
 
-    def receive(self, arrival, into, within):
+    def receive(self, arrival, into, within):  # in the pause; may also fill and yield tensors of `into`
         try:
             tensors = load(self.fetch(str(arrival.version), within))
             yield from [(meta.name, tensors[meta.name]) for meta in arrival.params]
         except (SafetensorError, KeyError) as error:
             raise IntegrityError(f"version {arrival.version} is damaged: {error!r}") from error
 
-    def next(self, within, received=None):
+    def next(self, within, received=None):  # in a worker without an engine
         for _ in within.pauses():
             try:
                 newest = json.loads(self.fetch("newest", within))
