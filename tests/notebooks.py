@@ -22,6 +22,7 @@ LIMIT_KB = 150
 CELL_S = 600  # the first start of a real engine installs it
 # progress bars write to stderr, and tqdm complains where a kernel has no ipywidgets
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
+_HINT = re.compile(r".*Missing packages: \['ipywidgets'\].*\n")  # Ray's, which no setting turns off
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
@@ -74,6 +75,8 @@ def execute(path: Path) -> str:
     for number, cell in enumerate(notebook.cells):
         cell.id, tags = f"cell-{number:02}", cell.metadata.get("tags")
         cell.metadata = {"tags": tags} if tags else {}
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not _HINT.fullmatch(output.get("text", ""))]
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = {}
