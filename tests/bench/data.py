@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import sysconfig
@@ -16,6 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchrl_ext.data.deltas.codec_loops import steps_between
 from torchrl_ext.data.deltas.table import unit_of, units
+
+RATE, LENGTH, SAMPLED = 1e-6, 64, 8
+"""Learning rate of the fine-tuning; tokens of a row; of this many elements one tells how many change."""
 
 
 def say(step: str) -> None:
@@ -48,49 +52,71 @@ def chain_shape(hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def real_chain(
-    *,
-    hidden: int = 256,
-    layers: int = 8,
-    vocabulary: int = 8192,
-    pretrain_steps: int = 60,
-    warm_steps: int = 10,
-    syncs: int = 1,
-    batch: int = 8,
-) -> list[dict[str, Tensor]]:
-    """Train a causal language model as with fp32 master weights, and return consecutive bfloat16 checkpoints of it.
+class Training:
+    """A causal language model that is trained as with fp32 master weights.
 
-    The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at 1e-6: ``warm_steps`` first, so that
-    the optimizer's state is that of a run under way, then a step between checkpoints.
-
-    Returns:
-        ``syncs + 1`` checkpoints, name -> bfloat16 tensor.
+    It is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at `RATE`: ``warm_steps`` first, so that the
+    optimizer's state is that of a run under way.
     """
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**chain_shape(hidden, layers, vocabulary))).float()
-    tokens = _text_tokens(vocabulary, 400_000)
-    length = 64
 
-    def run(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    def __init__(
+        self, hidden: int, layers: int, vocabulary: int, *, pretrain_steps: int, warm_steps: int, batch: int
+    ) -> None:
+        torch.manual_seed(0)
+        self._model = Qwen3ForCausalLM(Qwen3Config(**chain_shape(hidden, layers, vocabulary))).float()
+        self._tokens, self._batch = _text_tokens(vocabulary, 400_000), batch
+        self._optimizer = self._adamw(1e-3)
+        self.run(pretrain_steps)
+        self._optimizer = self._adamw(RATE)
+        self.run(warm_steps)
+
+    def _adamw(self, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self._model.parameters(), lr=rate, betas=(0.9, 0.95), fused=True)
+
+    def run(self, steps: int) -> None:
+        """Make steps of the optimizer."""
         for _ in range(steps):
-            starts = torch.randint(0, tokens.numel() - length, (batch,))
-            rows = torch.stack([tokens[s : s + length] for s in starts])
-            optimizer.zero_grad()
-            model(input_ids=rows, labels=rows).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            starts = torch.randint(0, self._tokens.numel() - LENGTH, (self._batch,))
+            rows = torch.stack([self._tokens[s : s + LENGTH] for s in starts])
+            self._optimizer.zero_grad()
+            self._model(input_ids=rows, labels=rows).loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            self._optimizer.step()
 
-    def checkpoint() -> dict[str, Tensor]:
-        return {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
+    def masters(self) -> dict[str, Tensor]:
+        """Return a copy of the float32 weights."""
+        return {name: value.detach().clone() for name, value in self._model.state_dict().items()}
 
-    run(torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True), pretrain_steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
-    run(optimizer, warm_steps)
-    chain = [checkpoint()]
-    for _ in range(syncs):
-        run(optimizer, 1)
-        chain.append(checkpoint())
-    return chain
+    def checkpoint(self) -> dict[str, Tensor]:
+        """Return the weights in bfloat16."""
+        return {name: value.detach().to(torch.bfloat16) for name, value in self._model.state_dict().items()}
+
+
+class Step:
+    """One step of AdamW at `RATE`, from which the same step at any other rate follows: AdamW is linear in its rate."""
+
+    def __init__(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+        self._before = before
+        self._moves = {name: (after[name] - tensor) / RATE for name, tensor in before.items()}
+
+    def at(self, rate: float) -> list[tuple[str, Tensor, Tensor]]:
+        """Return name, bfloat16 before and bfloat16 after of every tensor."""
+        return [
+            (name, tensor.to(torch.bfloat16), torch.add(tensor, self._moves[name], alpha=rate).to(torch.bfloat16))
+            for name, tensor in self._before.items()
+        ]
+
+    def rate_for(self, density: float) -> float:
+        """Return the learning rate at which a share of the elements changes, 0 to 1, by a sample of them."""
+        own, moves = (
+            torch.cat([tensor.flatten()[::SAMPLED] for tensor in each.values()]) for each in (self._before, self._moves)
+        )
+        start, low, high = own.to(torch.bfloat16), 0.0, 1.0
+        for _ in range(40):
+            rate = math.sqrt(low * high) if low else high / 10
+            changed = (torch.add(own, moves, alpha=rate).to(torch.bfloat16) != start).float().mean()
+            low, high = (rate, high) if changed < density else (low, rate)
+        return high
 
 
 def bounds(old: Tensor, new: Tensor) -> tuple[int, float, float]:

@@ -47,13 +47,16 @@ def measure(
         spec = engines.part(engine, "server")
         settings = {key: value for key, value in settings.items() if key in spec.settings()}
         with start(spec(model, **settings)) as server:
+            version = tx.discover(server.url)[0].version
             rows = follow(server.url, weights, repeats, Path(name))
             # after the first update, which is rehearsed only while nothing was loaded; the first loading imports
             own = statistics.median([seconds(lambda: load(engine, server.url, model)) for _ in range(repeats + 1)][1:])
     for row in rows.values():
         row["engine of own"] = row["engine_s"] / own
         row["trainer of copy"] = row["trainer_s"] / copied
-    return {"engine": engine, "names": len(weights), "copy_s": copied, "own_load_s": own, "rows": rows}
+    versions = {} if engine == "embedded" else {engine: version}
+    found = {"engine": engine, "versions": versions, "names": len(weights)}
+    return {**found, "copy_s": copied, "own_load_s": own, "rows": rows}
 
 
 def shapes(layers: int, experts: int = EXPERTS) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -103,11 +103,13 @@ def measure(
         say(f"starting {engine}")
         with _serving(engine, model, threads, noted) as url, _Clients(engine, url, streams) as clients:
             turns, scatters = _updates(url, clients, own, folder / "root", repeats)
+            version = tx.discover(url)[0].version
             turns["reload"] = list(_reloads(engine, url, clients, own, folder, repeats))
         commits = [Span(*map(float, line.split())) for line in noted.read_text().splitlines()]
     return {
         "engine": engine,
-        "cores": len(os.sched_getaffinity(0)),
+        "size": size,
+        "versions": {} if engine == "embedded" else {engine: version},
         "parameters": sum(tensor.numel() for tensor in own.values()),
         "streams": streams,
         "threads": threads,

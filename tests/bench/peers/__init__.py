@@ -1,39 +1,32 @@
 """``python -m tests.bench peers``: our transports beside what a user would choose instead, on one machine.
 
-Three parts: ``bits`` weighs layouts on steps of a real training run; ``vllm`` and ``sglang`` update one real engine of
+Three parts: ``bits`` weighs layouts on a step of a real training run; ``vllm`` and ``sglang`` update one real engine of
 each make in every way, while a client asks it for one token after the other. Whatever fails is a row with its error.
-``--out`` writes what ``docs/draw_benchmarks.py`` reads.
+What a trainer needs of memory is measured by ``python -m tests.bench memory``.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import torchrl_ext as tx
-from tests.bench.data import say
+from tests.bench.data import Step, bounds, say
 from tests.bench.peers.site import Checkpoints, Site, Weights, make_checkpoints, serving
 from tests.bench.peers.ways import WAYS, Way
-from tests.memory import track_peak
 from torchrl_ext.base.errors import ConfigError
 from torchrl_ext.cli.bench import OTHERS, OURS, compare, seconds
 
 Row = dict[str, Any]
 PARTS = ("bits", "vllm", "sglang")
+DENSITIES = (0.0003, 0.001, 0.01, 0.1)
 TOKENS = 24
 
 
@@ -43,9 +36,8 @@ def measure(
     size: Literal["full", "small"] = "full",
     part: list[str] = list(PARTS),  # noqa: B006 - read only
     only: str = "",
-    out: str = "",
 ) -> dict[str, Any]:
-    """Compare, and with --out write the document to a file.
+    """Compare.
 
     Each way makes --repeats updates that count. With --part, only this part (repeat it); with --only, only ways whose
     names have these words.
@@ -55,38 +47,19 @@ def measure(
     """
     if not {*part} <= {*PARTS}:
         raise ConfigError(f"--part {' '.join(part)}", expected=f"one of {', '.join(PARTS)}, any number of times")
-    began, rows = time.monotonic(), list[Row]()
-    versions = {name: version(name) for name in ("torch", "torchrl", "transformers", "numba", "zstandard")}
-    versions |= {"torchrl_ext": tx.__version__, "python": platform.python_version()}
+    rows, versions = list[Row](), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as name:
         folder = Path(name)
         say("training a model")
-        checkpoints = make_checkpoints(folder / "model", size, repeats)
+        checkpoints, step = make_checkpoints(folder / "model", size, repeats)
         if "bits" in part:
-            rows += _guarded({"part": "bits"}, lambda: _bits(checkpoints, repeats))
+            rows += _guarded({"part": "bits"}, partial(_bits, step, repeats))
+        del step  # twice the model in float32
         for server in [make for make in ("vllm", "sglang") if make in part]:
             ways = [way for way in WAYS if way.server == server and only in way.name]
             work = partial(_on_server, server, ways, checkpoints, folder, versions)
             rows += _guarded({"part": "engine", "server": server, "name": server, "ours": False}, work)
-    document = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]]),
-        "machine": _machine(),
-        "versions": versions,
-        "model": _model(checkpoints),
-        "seconds": round(time.monotonic() - began),
-        "rows": rows,
-    }
-    if out:
-        Path(out).write_text(json.dumps(document, indent=1) + "\n")
-    return document
-
-
-def _machine() -> dict[str, Any]:
-    known = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = {"processor": known[0].partition(": ")[2] if known else platform.machine()}
-    return found | {"cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30)}
+    return {"versions": versions, "model": _model(checkpoints), "rows": rows}
 
 
 def _model(checkpoints: Checkpoints) -> dict[str, Any]:
@@ -96,21 +69,24 @@ def _model(checkpoints: Checkpoints) -> dict[str, Any]:
     return sizes | {"density": changed / parameters}
 
 
-def _bits(checkpoints: Checkpoints, repeats: int) -> Iterator[Row]:
+def _bits(step: Step, repeats: int) -> Iterator[Row]:
     """Yield a row of each layout: bytes, bits per changed element, and seconds to find and code, beside a copy."""
-    new = checkpoints.steps[-1]
-    for steps in sorted({1, len(checkpoints.steps) - 1}):
-        say(f"layouts, {steps} steps of AdamW")
-        old = checkpoints.steps[-1 - steps]
-        found = compare([(name, old[name], new[name]) for name in new], repeats)
+    for density in DENSITIES:
+        rate = step.rate_for(density)
+        say(f"layouts, one step of AdamW at {rate:.2g}")
+        pair = step.at(rate)
+        found = compare(pair, repeats)
         spent = {way: statistics.median(taken) for way, taken in found["seconds"].items()}
+        changed, _, least = map(sum, zip(*(bounds(old, new) for _, old, new in pair), strict=True))
         for name in (*OTHERS, *OURS):
             yield {
                 "name": name,
-                "steps": steps,
+                "rate": rate,
+                "aim": density,
                 "ours": name in OURS,
                 "density": found["density"],
                 **{key: found[key][name] for key in ("bytes", "bits_per_changed")},
+                "least_bits": least / changed,
                 "encode_of_copy": spent[name] / spent["copy"],
             }
 
@@ -143,6 +119,7 @@ def _on_server(
                 way = left.pop(0)
                 say(f"{name}: {way.name}")
                 head = {"part": "engine", "server": name, "name": way.name, "ours": way.ours}
+                head["trainer"] = way.trainer or way.name
                 (row,) = _guarded(head, lambda way=way: [_followed(way, site, expected)])
                 yield row
 
@@ -163,7 +140,7 @@ def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
     target = {name: torch.empty_like(tensor) for name, tensor in first.items()}
     spent: dict[str, list[float]] = {"total_s": [], "pause_s": [], "copy_s": []}
     found: list[dict[str, Any]] = []
-    with track_peak() as extra, way.open(site) as update:
+    with way.open(site) as update:
         update(site.checkpoints.start)
         update(first)
         usual = site.usual_gap()
@@ -190,6 +167,5 @@ def _followed(way: Way, site: Site, expected: list[Any]) -> Row:
         **{f"{key}_of_copy": middle[f"{key}_s"] / middle["copy_s"] for key in ("encode", "pause", "total")},
         "bits_per_changed": statistics.median(bits),
         "usual_gap_s": usual,
-        "memory_of_model": extra[0] / site.checkpoints.nbytes if extra else None,
         "proof": found[-1].get("proof", ""),
     }

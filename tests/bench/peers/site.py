@@ -17,7 +17,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from tests.bench.data import chain_shape, real_chain
+from tests.bench.data import Step, Training, chain_shape
 from tests.bench.models import plain_linears
 from torchrl_ext.base.registry import engines
 from torchrl_ext.cli.bench import changes
@@ -56,13 +56,24 @@ class Checkpoints:
         return [sum(changes(name, old[name], new[name])[0].size for name in new) for old, new in pairs]
 
 
-def make_checkpoints(folder: Path, size: str, updates: int) -> Checkpoints:
-    """Train a model, and write another one of its shape as a checkpoint, with which engines start."""
+def make_checkpoints(folder: Path, size: str, updates: int) -> tuple[Checkpoints, Step]:
+    """Train a model, and write another one of its shape as a checkpoint, with which engines start.
+
+    Returns:
+        The checkpoints, and the step that follows the last one.
+    """
     hidden, layers, vocabulary = SIZES[size]["shape"]
     settings = {name: value for name, value in SIZES[size].items() if name != "shape"}
-    steps = real_chain(hidden=hidden, layers=layers, vocabulary=vocabulary, syncs=updates, **settings)
+    training = Training(hidden, layers, vocabulary, **settings)
+    steps = [training.checkpoint()]
+    for _ in range(updates):
+        training.run(1)
+        steps.append(training.checkpoint())
+    before = training.masters()
+    training.run(1)
     model = make_tiny_lm(folder, seed=1, dtype=torch.bfloat16, **chain_shape(hidden, layers, vocabulary))
-    return Checkpoints(model, {name: tensor.clone() for name, tensor in CheckpointSource(model)}, steps)
+    start = {name: tensor.clone() for name, tensor in CheckpointSource(model)}
+    return Checkpoints(model, start, steps), Step(before, training.masters())
 
 
 class Site:

@@ -28,12 +28,16 @@ Update = Callable[[Weights], Sent]
 
 @dataclass(frozen=True)
 class Way:
-    """One way, the server that it needs (a name of `tests.bench.peers.site.serving`), and what makes it ready."""
+    """One way, the server that it needs (a name of `tests.bench.peers.site.serving`), and what makes it ready.
+
+    ``trainer`` names what it does on the trainer, where other ways do the same.
+    """
 
     name: str
     server: str
     open: Callable[[Site], AbstractContextManager[Update]]
     ours: bool = False
+    trainer: str = ""
 
 
 @contextmanager
@@ -55,8 +59,8 @@ def ours(site: Site, transport: str, **settings: Any) -> Iterator[Update]:
 
 
 @contextmanager
-def reload_by_hand(site: Site) -> Iterator[Update]:
-    """`safetensors` and the engine's own reload, as one writes it by hand."""
+def reload_by_hand(site: Site, mode: str = "retract") -> Iterator[Update]:
+    """`safetensors` and the engine's own reload, as one writes it by hand; ``mode`` is that of SGLang's pause."""
     folder = site.folder() / "model"
     shutil.copytree(site.checkpoints.folder, folder)
 
@@ -68,10 +72,10 @@ def reload_by_hand(site: Site) -> Iterator[Update]:
         if site.kind == "vllm":
             site.call("/pause", mode="keep")
             site.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            site.call("/reset_prefix_cache")
+            site.call("/reset_prefix_cache", reset_running_requests="true")
             site.call("/resume")
         else:
-            with paused_sglang(site):
+            with paused_sglang(site, mode):
                 body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
                 site.call("/update_weights_from_disk", body)
         return {"bytes": (folder / "model.safetensors").stat().st_size, "encode_s": written}
@@ -80,16 +84,20 @@ def reload_by_hand(site: Site) -> Iterator[Update]:
 
 
 @contextmanager
-def paused_sglang(site: Site) -> Iterator[None]:
-    """Aborts what runs and empties the cache, as slime does, and goes on after the block."""
-    site.call("/pause_generation", {"mode": "abort"})
+def paused_sglang(site: Site, mode: str) -> Iterator[None]:
+    """Stops what runs, empties the cache, and goes on after the block.
+
+    Mode ``"retract"`` returns running requests to the queue. ``"abort"`` ends them, as slime does; SGLang's server then
+    sleeps a second before it looks whether they have ended (`TokenizerManager.pause_generation` of 0.5.23).
+    """
+    site.call("/pause_generation", {"mode": mode})
     site.call("/flush_cache", timeout=10)
     yield
     site.call("/continue_generation", {})
 
 
 @contextmanager
-def from_tensor(site: Site) -> Iterator[Update]:
+def from_tensor(site: Site, mode: str = "retract") -> Iterator[Update]:
     """SGLang's ``update_weights_from_tensor``: tensors in shared memory, pickled as its own client does."""
     torch.multiprocessing.set_sharing_strategy("file_system")
 
@@ -99,7 +107,7 @@ def from_tensor(site: Site) -> Iterator[Update]:
         shared = [(name, tensor.clone()) for name, tensor in weights.items()]  # `dump` moves storages
         ForkingPickler(buffer).dump(shared)
         encoded = time.perf_counter() - began
-        with paused_sglang(site):
+        with paused_sglang(site, mode):
             site.call("/begin_weight_update", {})
             tensors = [base64.b64encode(buffer.getvalue()).decode()]
             site.call("/update_weights_from_tensor", {"serialized_named_tensors": tensors, "flush_cache": False})
@@ -122,10 +130,20 @@ OURS: dict[str, dict[str, Any]] = {
     "sharded": {"transport": "sharded"},
     "ipc": {"transport": "ipc"},
 }
+FILE, TENSOR = "safetensors", "update_weights_from_tensor"
+HAND: dict[str, Callable[..., AbstractContextManager[Update]]] = {FILE: reload_by_hand, TENSOR: from_tensor}
+"""What others do on the trainer."""
 WAYS = [
     *(Way(name, make, partial(ours, **how), ours=True) for make in ("vllm", "sglang") for name, how in OURS.items()),
-    Way("safetensors + reload_weights by hand", "vllm", reload_by_hand),
+    Way(f"{FILE} + reload_weights by hand", "vllm", reload_by_hand, trainer=FILE),
     Way("native", "sglang", partial(ours, transport="native", make="sglang"), ours=True),
-    Way("safetensors + update_weights_from_disk by hand", "sglang", reload_by_hand),
-    Way("update_weights_from_tensor by hand", "sglang", from_tensor),
+    Way(f"{FILE} + update_weights_from_disk by hand", "sglang", reload_by_hand, trainer=FILE),
+    Way(f"{TENSOR} by hand", "sglang", from_tensor, trainer=TENSOR),
+    Way(
+        f"{FILE} + update_weights_from_disk as slime does",
+        "sglang",
+        partial(reload_by_hand, mode="abort"),
+        trainer=FILE,
+    ),
+    Way(f"{TENSOR} as slime does", "sglang", partial(from_tensor, mode="abort"), trainer=TENSOR),
 ]
